@@ -1,0 +1,92 @@
+"""A client without an engine: it plays a script of protocol events for every run that is submitted."""
+
+from __future__ import annotations
+
+import threading
+
+from tfmagic import protocol
+from tfmagic.errors import EngineDied, Refusal
+from tfmagic.run import Picture, Round, Run, Stream, Token
+
+REPLY = ("The", " red", " kite", " is", " up", ".")
+
+
+def events(run: str, streams: int = 1, pictures: int = 0):
+    """A short run as the engine tells it: two plain rounds around an accepted draft of two."""
+    yield protocol.Prepared(run, 80, [Picture(f"p{i}.png", 32, 32, 4 + 8 * i, 8) for i in range(pictures)])
+    yield protocol.Restored(run, 64, "ram")
+    yield protocol.Encoded(run, 0, [True] * pictures)
+    yield protocol.Prefilled(run, 80)
+    for i in range(streams):
+        yield protocol.First(run, i, Token(0, REPLY[0], "first"), 12.0, {"queue": 1.0, "prefill": 11.0, "total": 12.0})
+    for i in range(streams):
+        drafted = [Token(n, REPLY[n], "draft" if n < 3 else "plain") for n in (1, 2, 3)]
+        yield protocol.Committed(run, i, Round(20.0, 3, 2, 3, "copy", " not"), drafted)
+        yield protocol.Committed(run, i, Round(30.0), [Token(4, REPLY[4])])
+        yield protocol.Committed(run, i, Round(40.0), [Token(5, REPLY[5])])
+        yield protocol.Finished(run, i, "stop")
+    yield protocol.Done(run, "done", 41.0)
+
+
+class Handle:
+    """As `tfmagic.client.Handle`: each `wait` that finds the run unfinished folds its next event."""
+
+    def __init__(self, record: Run, script):
+        self.record, self.script, self.version, self.cancelled = record, iter(script), 0, False
+        self.lock = threading.Lock()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        with self.lock:
+            if not self.record.finished:
+                event = protocol.Done(self.record.id, "stopped", 9.0) if self.cancelled else next(self.script)
+                if isinstance(event, BaseException):
+                    raise event
+                self.record.apply(event)
+                self.version += 1
+        return self.record.finished
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Engine:
+    """As `tfmagic.client.Engine`; keeps what was submitted, and plays `script(run id, streams)` for every run."""
+
+    alive = True
+
+    def __init__(self):
+        self.asked: list[dict] = []
+        self.handles: list[Handle] = []
+        self.cancelled: list[str | None] = []
+        self.stopped = False
+        self.script = events
+
+    def submit(self, prompt, *, system=None, chat=None, streams=1, background=False, **params):
+        self.asked.append({"prompt": prompt, "system": system, "chat": chat, "streams": streams, "params": params})
+        if prompt == ["refuse this"]:
+            raise Refusal("The prompt is refused.", "Write another.")
+        run = f"run{len(self.handles)}abc"
+        words = "".join(part for part in prompt if isinstance(part, str))
+        seeds = [Stream(seed=params.get("seed")) for _ in range(streams)]
+        record = Run(run, 1e9, "scripted", "cpu", words, system, chat, params=params, streams=seeds)
+        self.handles.append(Handle(record, self.script(run, streams)))
+        return self.handles[-1]
+
+    def follow(self, run=None):
+        return next(handle for handle in reversed(self.handles) if run in (None, handle.record.id))
+
+    def runs(self):
+        return [handle.record for handle in reversed(self.handles)]
+
+    def cancel(self, run=None):
+        self.cancelled.append(run)
+
+    def status(self):
+        cache = {"cache_states": 3, "cache_bytes": 4096, "cache_budget": 1 << 30}
+        return protocol.State(0, 1, "ready", "", 4321, "scripted", "cpu", 1e9, len(self.handles), **cache)
+
+    def stop(self):
+        self.stopped = True
+
+
+DIED = EngineDied("The engine (process 1) died.", "Run the cell again; a fresh engine starts.")

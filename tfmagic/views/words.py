@@ -1,0 +1,142 @@
+"""How the renderers say the numbers of a run: units, dashes for what was not measured, and the lines of `STATS`.
+
+`facts` is the one list of what a finished run shows; the text view aligns it and the card lays it out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..run import STATS, TTFT_PARTS, Run, Stream
+
+DASH = "–"
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+class Fact(NamedTuple):
+    """One number: its name in `STATS`, what it reads, and a note beside it."""
+
+    name: str
+    value: str
+    note: str = ""
+
+    @property
+    def definition(self) -> str:
+        return STATS.get(self.name, "")
+
+
+def ms(value: float | None) -> str:
+    """Milliseconds as a person reads them: 0.4 ms, 14.2 ms, 221 ms, 1.8 s, 2 min 5 s."""
+    if value is None:
+        return DASH
+    if value < 99.95:
+        return f"{value:.1f} ms"
+    if value < 999.5:
+        return f"{value:.0f} ms"
+    if value < 59_950:
+        return f"{value / 1e3:.1f} s"
+    return f"{int(value / 1e3) // 60} min {int(value / 1e3) % 60} s"
+
+
+def count(value: int | None) -> str:
+    return DASH if value is None else f"{value:,}"
+
+
+def percent(share: float | None) -> str:
+    return DASH if share is None else f"{100 * share:.0f} %"
+
+
+def rate(value: float | None) -> str:
+    return DASH if value is None else f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def plural(n: int, noun: str) -> str:
+    return f"{n:,} {noun}" + ("" if n == 1 else "s")
+
+
+def size(value: float) -> str:
+    """Bytes: 512 B, 3.4 MiB, 1.0 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+
+
+def nbytes(text: str) -> int:
+    """Bytes of UTF-8."""
+    return len(text.encode())
+
+
+def spark(shares: list[float]) -> str:
+    """Shares from 0 to 1 as a row of bars: ██▆▃."""
+    return "".join(BLOCKS[round(share * (len(BLOCKS) - 1))] for share in shares)
+
+
+def parts(run: Run) -> list[tuple[str, float | None]]:
+    """The parts of `ttft` in order."""
+    return [(part, run.ttft.get(part)) for part in TTFT_PARTS]
+
+
+def status_line(run: Run) -> str:
+    """`done · model · device · chat “kites”, turn 3 · 2 streams · 1.8 s`"""
+    words = [run.status, run.model, run.device]
+    if run.chat:
+        words.append(f"chat “{run.chat}”, turn {run.turn}")
+    if len(run.streams) > 1:
+        words.append(f"{len(run.streams)} streams")
+    if run.total_ms is not None:
+        words.append(ms(run.total_ms))
+    return " · ".join(word for word in words if word)
+
+
+def stream_line(stream: Stream) -> str:
+    """`128 tokens · 412 tokens/s · 19 rounds · seed 7 · length`"""
+    words = [plural(len(stream.tokens), "token"), f"{rate(stream.tokens_per_second)} tokens/s"]
+    words.append(plural(len(stream.rounds), "round"))
+    words.append("greedy" if stream.seed is None else f"seed {stream.seed}")
+    return " · ".join([*words, stream.finish_reason or "unfinished"])
+
+
+def facts(run: Run) -> list[Fact]:
+    """What a run shows, in the order in which it happened."""
+    stats = run.stats
+    cached, rows = run.cached_tokens, run.prompt_tokens
+    timed = " · ".join(f"{part} {DASH if value is None else f'{value:.1f}'}" for part, value in parts(run))
+    return [
+        Fact("ttft", ms(run.ttft.get("total")), timed if run.ttft else ""),
+        Fact("cached_tokens", DASH if cached is None else f"{count(cached)} of {count(rows)}", _source(run)),
+        Fact("tower_calls", count(run.tower_calls), _images(run)),
+        Fact("acceptance", percent(stats["acceptance"]), _drafts(run, stats)),
+        Fact("tokens_per_round", DASH if stats["tokens_per_round"] is None else f"{stats['tokens_per_round']:.2f}",
+             f"{plural(stats['rounds'], 'round')}{_by_source(stats)}" if stats["rounds"] else ""),
+        Fact("token_sha", stats["token_sha"] if any(s.tokens for s in run.streams) else DASH, f"run {run.id}"),
+    ]
+
+
+def _source(run: Run) -> str:
+    if run.cached_tokens is None:
+        return ""
+    computed = "" if run.prompt_tokens is None else f"{run.prompt_tokens - run.cached_tokens:,} computed"
+    where = {"ram": "from RAM", "disk": "from disk", "exact": "the whole prompt was kept", None: "nothing kept fitted"}
+    return ", ".join(word for word in (where[run.cache_source], computed) if word)
+
+
+def _images(run: Run) -> str:
+    if not run.pictures:
+        return "no image" if run.prompt_tokens is not None else ""
+    return f"{plural(len(run.pictures), 'image')}: {count(run.images_kept)} kept, {count(run.images_encoded)} encoded"
+
+
+def _drafts(run: Run, stats: dict) -> str:
+    if not stats["drafted"]:
+        return "nothing was drafted" if stats["rounds"] else ""
+    by_position = stats["accepted_by_position"]
+    shown = " ".join(f"{100 * share:.0f}" for share in by_position[:8]) + (" …" if len(by_position) > 8 else "")
+    return f"{stats['accepted']:,} of {stats['drafted']:,} drafted · by position {spark(by_position[:32])} {shown}"
+
+
+def _by_source(stats: dict) -> str:
+    if set(stats["draft_source"]) == {"none"}:
+        return ""
+    names = {"none": "undrafted"}
+    return "".join(f", {n} {names.get(source, source)}" for source, n in stats["draft_source"].items())
