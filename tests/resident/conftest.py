@@ -1,0 +1,67 @@
+"""A private runtime directory a test, and a scripted engine in the place of the real one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import tfmagic.client
+from tfmagic.engine.resident import launch, place
+
+FAKE = Path(__file__).with_name("fake_engine.py")
+ROOT = Path(tfmagic.__file__).parent.parent
+PRELUDE = f"""
+import os, signal, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from tfmagic.engine.resident import launch
+launch.COMMAND = [{str(FAKE)!r}]
+import tfmagic.client
+from tfmagic.client import connect
+"""
+
+
+@pytest.fixture
+def where(monkeypatch):
+    """The place of this test's engine; whatever runs there in the end is ended."""
+    path = Path(tempfile.mkdtemp(prefix="tfm-", dir="/tmp"))
+    monkeypatch.setenv("TFMAGIC_RUNTIME_DIR", str(path))
+    monkeypatch.setattr(launch, "COMMAND", [str(FAKE)])
+    here = place.Place(path)
+    yield here
+    place.finish(here)
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def engine(where):
+    with tfmagic.client.connect() as engine:
+        yield engine
+
+
+@pytest.fixture
+def client(where):
+    """`client(code)` runs code as another client process: a Popen with piped output and input."""
+    started = []
+
+    def run(code: str, **options) -> subprocess.Popen:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PRELUDE + code],
+            stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TFMAGIC_RUNTIME_DIR": str(where.path)},
+            **options,
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()

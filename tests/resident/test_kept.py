@@ -1,0 +1,105 @@
+"""What the process keeps is bounded, newest kept."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from tfmagic.engine.resident.runs import MIB, Chats, ImageStore, Runs
+from tfmagic.errors import Refusal
+from tfmagic.protocol import Done, First, Message, Submit, Text
+from tfmagic.run import Run, Stream, Token
+
+
+def run(id: str, **fields) -> Run:
+    return Run(id=id, created=0.0, streams=[Stream()], **fields)
+
+
+def finish(runs: Runs, id: str, text: str = "x") -> None:
+    runs.add(run(id), None)
+    runs.fold(First(id, 0, Token(1, text), 1.0, {}))
+    runs.fold(Done(id, "done", 2.0))
+
+
+def test_finished_runs_are_bounded_in_count_and_running_ones_stay():
+    runs = Runs(count=3)
+    runs.add(run("running0"), None)
+    for i in range(5):
+        finish(runs, f"run-{i:05}")
+    assert list(runs.entries) == ["running0", "run-00002", "run-00003", "run-00004"]
+    assert [r.id for r in runs.listing()] == ["run-00004", "run-00003", "run-00002", "running0"]
+
+
+def test_finished_runs_are_bounded_in_bytes_and_the_newest_stays():
+    runs = Runs(size=3000)
+    for i in range(4):
+        finish(runs, f"run-{i:05}", "x" * 1200)
+    assert list(runs.entries) == ["run-00002", "run-00003"]
+    finish(runs, "huge-0000", "x" * 5000)
+    assert list(runs.entries) == ["huge-0000"]
+
+
+def test_a_run_is_found_by_its_unique_beginning():
+    runs = Runs()
+    with pytest.raises(Refusal, match="No run is kept yet"):
+        runs.find(None)
+    finish(runs, "abc00000")
+    finish(runs, "abd00000")
+    assert runs.find("abc").record.id == "abc00000" and runs.find(None).record.id == "abd00000"
+    with pytest.raises(Refusal, match=r"(?s)beginning of 2 runs.*abc00000, abd00000"):
+        runs.find("ab")
+
+
+def test_events_after_the_end_change_nothing():
+    runs = Runs()
+    finish(runs, "abc00000")
+    assert runs.fold(First("abc00000", 0, Token(2, "y"), 1.0)) is None
+    assert runs.find(None).record.text == "x"
+
+
+def test_images_are_bounded_and_the_least_recently_used_goes():
+    images = ImageStore(size=3)
+    name = {data: hashlib.sha256(data).hexdigest() for data in (b"a", b"b", b"c", b"d")}
+    for data in (b"a", b"b", b"c"):
+        images.put(name[data], data, MIB)
+    assert images.get(name[b"a"]) == b"a"
+    images.put(name[b"d"], b"d", MIB)
+    assert images.get(name[b"b"]) is None and images.get(name[b"a"]) == b"a" and images.held == 3
+
+
+def test_bytes_that_are_not_the_digests_are_refused():
+    with pytest.raises(Refusal, match="not its own"):
+        ImageStore().put("0" * 64, b"a", MIB)
+    with pytest.raises(Refusal, match="limit is 1 MiB"):
+        ImageStore().put("0" * 64, bytes(MIB + 1), MIB)
+
+
+def talk(chats: Chats, name: str, text: str, status: str = "done", reply: str = "fine") -> None:
+    ask = Submit(1, "abc00000", [Message("user", [Text(text)])], chat=name)
+    chat = chats.begin(ask)
+    chats.hold(name, chat, ask.run)
+    record = run("abc00000", chat=name, status=status)
+    record.streams[0].tokens = [Token(1, reply)] if reply else []
+    chats.end(record, [*chat.messages, *ask.messages], {})
+
+
+def test_a_turn_is_added_unless_it_failed_or_said_nothing():
+    chats = Chats()
+    talk(chats, "t", "lost", "failed")
+    talk(chats, "t", "unsaid", "stopped", "")
+    assert not chats.chats
+    talk(chats, "t", "one", "stopped", "half")
+    talk(chats, "t", "two", "failed")
+    assert [m.parts[0].text for m in chats.chats["t"].messages] == ["one", "half"] and chats.chats["t"].turns == 1
+
+
+def test_chats_are_bounded_and_the_newest_stay():
+    chats = Chats(count=2)
+    for name in ("a", "b", "c"):
+        talk(chats, name, "x")
+    assert list(chats.chats) == ["b", "c"]
+    chats = Chats(size=1000)
+    for name in ("a", "b"):
+        talk(chats, name, "x" * 800)
+    assert list(chats.chats) == ["b"]
