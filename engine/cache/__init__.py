@@ -1,0 +1,1 @@
+"""The prompt cache: states kept after prompt rows, found again by what the rows say."""

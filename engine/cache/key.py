@@ -1,0 +1,21 @@
+"""Names for prompt prefixes: a real digest, chained over whole grains, and never trusted alone."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+
+def prefixes(key: Sequence[int], grain: int) -> list[bytes]:
+    """One 16-byte digest for each prefix of grain, 2 · grain, ... elements (signed 64-bit numbers), shortest first."""
+    digests, running = [], hashlib.blake2b(digest_size=16)
+    for start in range(0, len(key) - grain + 1, grain):
+        running.update(struct.pack(f"<{grain}q", *key[start : start + grain]))
+        digests.append(running.copy().digest())
+    return digests
+
+
+def whole(key: Sequence[int]) -> bytes:
+    """The digest of a prompt's whole key, 16 bytes."""
+    return hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=16).digest()

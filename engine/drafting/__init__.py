@@ -1,0 +1,1 @@
+"""Where draft rows come from."""

@@ -1,0 +1,162 @@
+"""One request and its streams: plain data, and the rules by which a stream takes a token and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from tfmagic.protocol import Token
+
+from .drafting.copy import Copier, Width
+from .sampling import Sampling, draw, likeliest
+
+Reason = Literal["stop", "length"]
+
+
+@dataclass
+class Request:
+    """What the engine is asked to do."""
+
+    run: str
+    prompt: Any
+    """`engine.prompt.Prompt`."""
+    sampling: Sampling
+    streams: int
+    submitted: float
+    """`time.perf_counter()` when the request came in."""
+    prepare_ms: float
+    """From then until the prompt was ready."""
+    detokenizer: Callable[[], Any]
+    """Makes a reply's decoder: `push(id) -> str`, `flush() -> str`."""
+
+
+class StopText:
+    """A reply's text as it may be shown: cut before the stop string that ends first, however pieces fall."""
+
+    def __init__(self, stops: list[str]):
+        self.stops, self.held = stops, ""
+
+    def push(self, piece: str) -> tuple[str, bool]:
+        """The text that is sure now, and whether a stop string has come. What may begin one is held back."""
+        text = self.held + piece
+        found = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.held = ""
+            return text[: min(found)[1]], True
+        hold = max((overlap(text, stop) for stop in self.stops), default=0)
+        self.held = text[len(text) - hold :]
+        return text[: len(text) - hold], False
+
+
+def overlap(text: str, stop: str) -> int:
+    """The longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class Stream:
+    """One reply as it grows."""
+
+    def __init__(self, index: int, request: Request, piece: Callable[[int], str]):
+        """`piece`: the text of a token alone, for the likeliest tokens' list."""
+        s = request.sampling
+        self.index, self.sampling, self.seed = index, s, s.seed + index
+        self.ids = list(request.prompt.ids)
+        """The context: prompt and reply."""
+        self.room = s.max_tokens
+        """Tokens that may still come."""
+        self.state: Any = None
+        """The family's; it has every row but the last token's."""
+        self.finished: Reason | None = None
+        self.told = False
+        """Whether its end was."""
+        self.tail = ""
+        """Text held back when the reply ended."""
+        self._piece, self._decoder, self._text = piece, request.detokenizer(), StopText(s.stop)
+        self._copier = Copier(self.ids) if s.draft in ("on", "copy") else None
+        self._width = Width()
+
+    def drafts(self) -> list[int]:
+        """Draft tokens to verify behind the pending one; fewer than the room that is left."""
+        limit = min(self._width.rows, self.room) - 1
+        return self._copier.propose(limit) if self._copier and limit > 0 else []
+
+    def verify(self, rows: np.ndarray, drafts: list[int]) -> tuple[list[Token], int]:
+        """Walk a window's logits rows [1 + drafts, V] from the pending token on. Returns the committed tokens and how
+        many drafts were accepted; the last token is a draft only where the reply ends at it.
+
+        Raises FloatingPointError when the first row is not finite; a later one ends the walk and is met again first.
+        """
+        tokens: list[Token] = []
+        for r, row in enumerate(rows):
+            try:
+                id = self.draw(row)
+            except FloatingPointError:
+                if tokens:
+                    break
+                raise
+            hit = r < len(drafts) and id == drafts[r]
+            tokens.append(self.take(id, row, "draft" if hit else "plain"))
+            if not hit or self.finished:
+                break
+        accepted = sum(token.made == "draft" for token in tokens)
+        self._width.learn(len(drafts), accepted)
+        return tokens, accepted
+
+    def draw(self, row: np.ndarray) -> int:
+        """The token that this logits row gives for the next place."""
+        return draw(row, self.sampling, self.seed, len(self.ids))
+
+    def take(self, id: int, row: np.ndarray, made: Literal["first", "plain", "draft"]) -> Token:
+        """Add a token; sets `finished` where the reply ends with it."""
+        self.ids.append(id)
+        self.room -= 1
+        piece, stopped = self._text.push(self._decoder.push(id))
+        if stopped or id in self.sampling.stop_ids:
+            self.finished = "stop"
+        elif not self.room:
+            self.finished = "length"
+        if self.finished and not stopped:
+            self.end()
+        token = Token(id, piece, made)
+        if self.sampling.logprobs:
+            token.logprob, top = likeliest(row, self.sampling, id)
+            token.top = [(i, self._piece(i), value) for i, value in top]
+        return token
+
+    def end(self) -> None:
+        """Let go of held text, as `tail`."""
+        text, stopped = self._text.push(self._decoder.flush())
+        self.tail = text if stopped else text + self._text.held
+        self._text.held = ""
+
+
+@dataclass(eq=False)
+class Job:
+    """A request on its way through the engine."""
+
+    request: Request
+    streams: list[Stream] = field(default_factory=list)
+    work: Generator[int, None, int] | None = None
+    """The prompt pass, a slice at a time, while it runs."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Milliseconds of the time to first token by part, so far."""
+    at: float = 0.0
+    """When the last of `parts` ended."""
+    position: int | None = None
+    """The place in the queue that was last told."""
+
+    @property
+    def run(self) -> str:
+        return self.request.run
+
+    @property
+    def live(self) -> list[Stream]:
+        """Streams that decode."""
+        return [stream for stream in self.streams if stream.state is not None and not stream.finished]
+
+    def ended(self, part: str, now: float) -> None:
+        """A part of the time to first token ends; it is charged with everything since the last one ended."""
+        self.parts[part], self.at = self.parts.get(part, 0.0) + 1e3 * (now - self.at), now

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tfmagic.engine.cache.key import prefixes, whole
+from tfmagic.engine.cache.store import Counts, Store, last_mark, marks
+
+
+def key(n, salt=0):
+    return [salt * 1000 + i for i in range(n)]
+
+
+def state(floats=100):
+    return lambda: {"x": torch.zeros(floats)}
+
+
+def kept(store, rows, at, salt=0, floats=100):
+    store.keep(key(rows, salt), {at: state(floats)})
+
+
+@pytest.mark.parametrize("rows, last", [(1, 0), (63, 0), (64, 0), (65, 64), (127, 64), (128, 64), (129, 128)])
+def test_the_last_mark_lies_strictly_before_the_last_row(rows, last):
+    assert last_mark(rows, 64) == last
+
+
+def test_marks_are_the_last_the_hinted_and_a_sparse_grid():
+    assert marks(300, [], 0, 64) == [256]
+    assert marks(300, [70, 130, 299, 5], 0, 64) == [64, 128, 256]
+    assert marks(300, [70, 130], 64, 64) == [128, 256]
+    assert marks(300, [], 256, 64) == []
+    assert marks(2500, [], 0, 64) == [1024, 2048, 2496]
+    assert marks(50, [10], 0, 64) == []
+
+
+def test_prefix_names_depend_on_all_that_went_before():
+    a, b = prefixes(key(200), 64), prefixes([9, *key(200)[1:]], 64)
+    assert len(a) == 3 and not set(a) & set(b)
+    assert prefixes(key(130), 64) == a[:2] and prefixes(key(63), 64) == []
+    assert whole(key(3)) != whole(key(4)) and prefixes([-(2**63)] * 64, 64)
+
+
+def test_the_longest_state_that_leaves_a_row_to_compute_is_found():
+    store = Store(1 << 20, 64)
+    store.keep(key(300), {64: state(), 128: state(), 256: state()})
+    assert store.find(key(300)).at == 256 and store.find(key(256)).at == 128 and store.find(key(257)).at == 256
+    assert store.find([*key(100), 7]).at == 64 and store.find(key(63)) is None and store.find([7, *key(300)]) is None
+    assert (store.counts.hits, store.counts.misses, store.counts.kept) == (4, 2, 3)
+
+
+def test_a_name_is_never_trusted_alone(monkeypatch):
+    store = Store(1 << 20, 64)
+    kept(store, 100, 64)
+    monkeypatch.setattr("tfmagic.engine.cache.store.prefixes", lambda *_: prefixes(key(64), 64))
+    assert store.find(key(100, salt=1)) is None
+
+
+def test_exact_is_the_whole_prompt_again():
+    store = Store(1 << 20, 64)
+    store.keep(key(100), {64: state()})
+    again, longer = key(100), key(101)
+    assert store.exact(store.find(again), again) and not store.exact(store.find(longer), longer)
+    store.keep(longer, {})
+    assert store.exact(store.find(longer), longer)
+
+
+def test_the_least_recently_used_goes_first():
+    one = 400 + 64 * 40
+    store = Store(2 * one, 64)
+    kept(store, 65, 64, salt=1)
+    kept(store, 65, 64, salt=2)
+    store.find(key(65, 1))
+    kept(store, 65, 64, salt=3)
+    assert store.find(key(65, 2)) is None and store.find(key(65, 1)) and store.find(key(65, 3))
+    assert store.counts.evicted == 1 and store.bytes == 2 * one and len(store) == 2
+
+
+def test_a_state_larger_than_the_budget_is_refused_and_evicts_nobody():
+    store = Store(4000, 64)
+    kept(store, 65, 64)
+    kept(store, 65, 64, salt=1, floats=10_000)
+    assert len(store) == 1 and store.counts.refused == 1 and store.counts.evicted == 0
+
+
+def test_a_state_that_is_held_is_not_copied_again():
+    store, calls = Store(1 << 20, 64), []
+
+    def copy():
+        calls.append(1)
+        return {"x": torch.zeros(1)}
+
+    store.keep(key(65), {64: copy})
+    store.keep(key(70), {64: copy})
+    assert len(calls) == 1 and len(store) == 1 and store.counts.kept == 1
+
+
+def test_no_budget_keeps_nothing():
+    store = Store(0, 64)
+    kept(store, 65, 64)
+    assert len(store) == 0 and store.counts == Counts()
+
+
+def test_dropping_and_clearing_give_the_bytes_back():
+    store = Store(1 << 20, 64)
+    kept(store, 65, 64)
+    kept(store, 65, 64, salt=1)
+    store.drop(store.find(key(65)))
+    assert len(store) == 1 and store.counts.failed == 1 and store.find(key(65)) is None
+    store.clear()
+    assert len(store) == 0 and store.bytes == 0
