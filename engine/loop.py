@@ -125,7 +125,7 @@ class Engine:
         """Everything up to the first tokens; yields, at last returns, the rows that each piece of work was worth."""
         prompt, run, model = job.request.prompt, job.run, self.model
         rows = len(prompt.ids)
-        kept = self.store.find(prompt.key)
+        kept = self.store.find(prompt.key) if job.request.cache else None
         state, source, note = self._restore(kept, prompt.key)
         state.shift = prompt.rope_delta
         job.ended("restore", time.perf_counter())
@@ -155,7 +155,8 @@ class Engine:
             if high < rows:
                 yield high - low
         self._first_tokens(job, state, logits.cpu().numpy())
-        self.store.keep(prompt.key, {mark: view.named for mark, view in reached.items()})
+        if job.request.cache:
+            self.store.keep(prompt.key, {mark: view.named for mark, view in reached.items()})
         return high - low
 
     def _restore(self, kept: Kept | None, key: list[int]):

@@ -31,6 +31,8 @@ class Request:
     """From then until the prompt was ready."""
     detokenizer: Callable[[], Any]
     """Makes a reply's decoder: `push(id) -> str`, `flush() -> str`."""
+    cache: bool = True
+    """False: a cold run, which neither reads nor feeds the prompt cache."""
 
 
 class StopText:

@@ -155,6 +155,7 @@ class Intake:
             submitted=pending.submitted,
             prepare_ms=1e3 * (time.perf_counter() - pending.submitted),
             detokenizer=opened.text.detokenizer,
+            cache=ask.params.cache == "on",
         )
 
     def _ready(self, pending: Pending, request: Any) -> None:

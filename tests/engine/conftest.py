@@ -54,10 +54,10 @@ class Bench:
         self.events.append(event)
         self.runs[event.run].apply(event)
 
-    def submit(self, prompt: Prompt, sampling: Sampling = GREEDY, streams: int = 1) -> Run:
+    def submit(self, prompt: Prompt, sampling: Sampling = GREEDY, streams: int = 1, cache: bool = True) -> Run:
         run = Run(f"run-{next(self.numbers):04}", 0.0, streams=[Stream() for _ in range(streams)])
         self.runs[run.id] = run
-        self.engine.submit(Request(run.id, prompt, sampling, streams, time.perf_counter(), 0.0, Letters))
+        self.engine.submit(Request(run.id, prompt, sampling, streams, time.perf_counter(), 0.0, Letters, cache))
         return run
 
     def drain(self) -> None:
@@ -66,8 +66,8 @@ class Bench:
                 return
         raise AssertionError("the engine does not come to an end")
 
-    def run(self, prompt: Prompt, sampling: Sampling = GREEDY, streams: int = 1) -> Run:
-        run = self.submit(prompt, sampling, streams)
+    def run(self, prompt: Prompt, sampling: Sampling = GREEDY, streams: int = 1, cache: bool = True) -> Run:
+        run = self.submit(prompt, sampling, streams, cache)
         self.drain()
         return run
 

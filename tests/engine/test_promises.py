@@ -162,6 +162,17 @@ def test_the_embedded_model_copies(opened):
     assert stats["accepted"] >= 5 and stats["draft_source"]["copy"] >= 1 and stats["tokens_per_round"] > 1.2
 
 
+def test_a_cold_run_neither_reads_nor_feeds_the_cache(tiny):
+    bench, prompt = Bench(tiny), text_prompt(ids(200))
+    assert bench.run(prompt, cache=False).cached_tokens == 0 and not bench.kept
+    warm = bench.run(prompt), bench.run(prompt)
+    held, counts = dict(bench.kept), replace(bench.engine.store.counts)
+    cold = bench.run(prompt, cache=False)
+    assert (cold.cached_tokens, warm[1].cached_tokens) == (0, 192)
+    assert bench.kept == held and bench.engine.store.counts == counts
+    assert cold.streams[0].token_ids == warm[1].streams[0].token_ids
+
+
 PROCESS = """
 import sys
 sys.path.insert(0, {root!r})
