@@ -11,7 +11,7 @@ from tfmagic.engine import families
 from tfmagic.engine.checkpoint import Checkpoint
 from tfmagic.kernels import exact
 
-from .test_row_law import ROWS, random, rowwise
+from tests.kernels.test_row_law import ROWS, random, rowwise
 
 pytestmark = pytest.mark.gpu
 
