@@ -66,5 +66,6 @@ def _html(notebook) -> str:
     """The notebook as one self-contained page: no script or font from elsewhere."""
     from nbconvert import HTMLExporter
 
-    exporter = HTMLExporter(require_js_url="", mathjax_url="", jquery_url="")
+    names = ("require_js", "mathjax", "jquery", "mermaid_js", "mermaid_layout_elk_js", "jupyter_widgets_base")
+    exporter = HTMLExporter(**{f"{name}_url": "" for name in names})
     return exporter.from_notebook_node(notebook)[0]

@@ -16,7 +16,8 @@ TAGS = {"div", "span", "strong", "em", "u", "pre", "details", "summary", "table"
 STYLES = {
     "align-items", "background", "border", "border-radius", "border-top", "display", "flex", "flex-wrap", "font-size",
     "height", "line-height", "margin", "max-width", "opacity", "overflow", "padding", "text-align", "vertical-align",
-    "white-space", "width", "border-bottom", "text-decoration", "color", "box-sizing",
+    "white-space", "width", "border-bottom", "text-decoration", "color", "box-sizing", "word-break",
+    "overflow-wrap",
 }
 HARMLESS_LOSSES = {"font-variant-numeric", "text-decoration-color"}
 """Properties that the sanitizer drops and the card does not need."""

@@ -28,6 +28,8 @@ LINE = "1px solid rgba(128,128,128,0.28)"
 RED, GREY = "#d9493d", "#8c959f"
 PALE_GREEN, PALE_BLUE, FAINT_GREEN = GREEN + "80", BLUE + "80", GREEN + "40"
 QUIET = "opacity:0.72;font-size:0.86em"
+PROSE = "white-space:pre-wrap;word-break:normal;overflow-wrap:break-word;"
+"""Lines break between words; JupyterLab's own rule for pre breaks inside them."""
 STATUS = {"done": GREEN, "stopped": AMBER, "failed": RED}
 PARTS = {
     "queue": GREY,
@@ -161,7 +163,7 @@ def _stream_head(run: Run, i: int) -> str:
 
 
 def _reply(head: str, text: str) -> str:
-    pre = f'<pre style="white-space:pre-wrap;margin:4px 0 0;padding:0;background:none;border:none">{text}</pre>'
+    pre = f'<pre style="{PROSE}margin:4px 0 0;padding:0;background:none;border:none">{text}</pre>'
     return _row(head + (pre if text else ""))
 
 
