@@ -1,4 +1,4 @@
-"""The shipped model on one device: ready, time to first token, tokens a second. `python -m tests.bench.devices cuda:0`"""
+"""The shipped model on one device: time to first token, tokens a second. `python -m tests.bench.devices cuda:0`"""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from tfmagic.run import Run, Stream
 pytestmark = pytest.mark.gpu
 
 EDIT = (
-    "Change lamp to kite in this text and repeat it: Mia had a red lamp. One day Mia took it to the garden and forgot it "
-    "there. It rained all night. In the morning a clever fox came by and carried it home in the dry straw of the barn."
+    "Change lamp to kite in this text and repeat it: Mia had a red lamp. One day Mia took it to the garden and forgot "
+    "it there. It rained all night. In the morning a clever fox came by and carried it home in the dry straw of the barn."
 )
 STORY = "Tell me a story about Zelda and a boat."
 SCENE = [("circle", "red", 0.15, 0.3), ("circle", "red", 0.25, 0.75), ("square", "blue", 0.5, 0.5)]
@@ -84,8 +84,9 @@ def test_drafted_is_serial_and_resumed_is_cold(gpu, params):
 
 
 def test_concurrent_is_solo(gpu):
-    solo = [gpu.run(f"Tell me a story about {name} and a boat.", cache=False, **SEEDED) for name in ("Mia", "Ben", "Zoe")]
-    together = [gpu.submit(f"Tell me a story about {name} and a boat.", **SEEDED) for name in ("Mia", "Ben", "Zoe")]
+    stories = [f"Tell me a story about {name} and a boat." for name in ("Mia", "Ben", "Zoe")]
+    solo = [gpu.run(story, cache=False, **SEEDED) for story in stories]
+    together = [gpu.submit(story, **SEEDED) for story in stories]
     edit = gpu.submit(EDIT, streams=4, temperature=1, seed=1, max_tokens=40)
     gpu.drain()
     assert [run.streams[0].token_ids for run in together] == [run.streams[0].token_ids for run in solo]

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.kernels.test_row_law import ROWS, random, rowwise
 from tfmagic.engine import families
 from tfmagic.engine.checkpoint import Checkpoint
 from tfmagic.kernels import exact
-
-from tests.kernels.test_row_law import ROWS, random, rowwise
 
 pytestmark = pytest.mark.gpu
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+CLI = [sys.executable, "-m", "tfmagic.cli"]
 LOOK = """
 import importlib, json, sys
 from pathlib import Path
@@ -47,6 +50,22 @@ def test_the_wheel_holds_everything_and_claims_one_name(tmp_path):
     seen = look(site, tmp_path)
     assert Path(seen["home"]) == site / "tfmagic"
     assert seen["missing"] == [] and 1e7 < seen["weights"] < 40e6
+    demo(site, tmp_path / "work")
+
+
+def demo(site: Path, cwd: Path) -> None:
+    """`tfmagic demo` of an installed package leaves its results where the user stands."""
+    cwd.mkdir()
+    runtime = tempfile.mkdtemp(prefix="tfm-")
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(cwd), "PYTHONPATH": str(site), "TFMAGIC_RUNTIME_DIR": runtime}
+    try:
+        done = subprocess.run([*CLI, "demo"], cwd=cwd, env=env, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0 and "The star is green." in done.stdout, done.stdout + done.stderr
+    finally:
+        subprocess.run([*CLI, "stop", "--all"], cwd=cwd, env=env, capture_output=True, timeout=30)
+        shutil.rmtree(runtime, ignore_errors=True)
+    left = {path.name for path in cwd.iterdir()}
+    assert {"01_quickstart.executed.ipynb", "01_quickstart.executed.html", "scene.png"} <= left
 
 
 def test_the_editable_install_works_from_anywhere_and_shadows_nothing(tmp_path):
