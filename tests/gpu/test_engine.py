@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 EDIT = (
     "Change lamp to kite in this text and repeat it: Mia had a red lamp. One day Mia took it to the garden and forgot "
-    "it there. It rained all night. In the morning a clever fox came by and carried it home in the dry straw of the barn."
+    "it there. It rained all night. In the morning a clever fox came by and carried it home in the straw of the barn."
 )
 STORY = "Tell me a story about Zelda and a boat."
 SCENE = [("circle", "red", 0.15, 0.3), ("circle", "red", 0.25, 0.75), ("square", "blue", 0.5, 0.5)]
