@@ -36,6 +36,8 @@ def _check_size(name: str, size: int) -> None:
 
 
 def _encoded(source: Any) -> tuple[str, bytes]:
+    if isinstance(source, str) and source.startswith(("http://", "https://")):
+        raise TfmagicError("Image addresses are not read yet.", "Download the picture, and give the file or its bytes.")
     if isinstance(source, str | os.PathLike):
         return _read(Path(source).expanduser())
     if isinstance(source, bytes | bytearray | memoryview):

@@ -108,6 +108,8 @@ def test_files_that_cannot_be_read_empty_and_too_large(tmp_path, monkeypatch):
             pictures.encode(tmp_path / name)
     with pytest.raises(TfmagicError, match="cannot be read"):
         pictures.encode("a\0b")
+    with pytest.raises(TfmagicError, match="addresses are not read yet"):
+        pictures.encode("https://example.org/a.png")
     monkeypatch.undo()
     with pytest.raises(TfmagicError, match="Is a directory"):
         pictures.encode(tmp_path)
