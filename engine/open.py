@@ -6,15 +6,23 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
 
 from tfmagic import protocol
 from tfmagic.errors import Refusal
 
 from . import sampling
+from .cache.holdings import shelves
 from .cache.store import Store
 from .checkpoint import Checkpoint, resolve
 from .loop import Engine
 from .prompt import Limits, Prompt, TextSide, build
+from .settling import beginning
+
+PROBES = "a", "\n\nb"
+"""Next turns that begin differently: what their prompts share, every next turn's prompt begins with."""
 
 
 @dataclass
@@ -23,6 +31,22 @@ class Settings:
     """Memory for kept states; 0: none are kept."""
     context: int | None = None
     """The longest prompt and reply together, tokens; None: the checkpoint's own."""
+    learn_conversations: bool = False
+    """Keep the states of conversations on disk."""
+    spill_gib: float = 0.0
+    """Disk for states that memory has no room for any more; 0: they are dropped."""
+    learn_dir: str | None = None
+    """Where states on disk are kept; None: in the user's cache directory."""
+    learn_gib: float = 32.0
+    """Disk for the states of conversations, all models together."""
+    learn_min_free_gib: float = 4.0
+    """Disk that is left free."""
+    learn_daily_gib: float = 64.0
+    """What may be written to disk a day."""
+
+    @property
+    def disk(self) -> bool:
+        return self.learn_conversations or self.spill_gib > 0
 
 
 class Opened:
@@ -37,6 +61,30 @@ class Opened:
     def prepare(self, messages: list[protocol.Message], encoded: Mapping[str, bytes]) -> Prompt:
         """The prompt's rows. Raises Refusal naming what is wrong with the conversation or its images."""
         return build(messages, encoded, self.text, self._model, Limits())
+
+    def settle(self, messages: list[protocol.Message], encoded: Mapping[str, bytes], label: str) -> None:
+        """Let the engine compute, while it is idle, what any next turn of this conversation will begin with. Any
+        thread. `messages` end with the reply; `label` names its turn. Raises Refusal as `prepare` does."""
+        turns = (protocol.Message("user", [protocol.Text(text)]) for text in PROBES)
+        self.engine.settle(beginning(*(self.prepare([*messages, turn], encoded) for turn in turns)), label)
+
+    def kept(self) -> tuple[list[protocol.Shelf], list[protocol.KeptState]]:
+        """What is kept where. Any thread."""
+        return shelves(self.engine.store)
+
+    def clear(self, wake: Callable[[], None], seconds: float = 10.0) -> None:
+        """Forget every kept state, in memory and on disk; `wake` makes the engine take a step. Any thread but the
+        engine's. Raises OSError."""
+        done = self.engine.clear()
+        wake()
+        done.wait(seconds)
+        if self.engine.store.disk is not None:
+            self.engine.store.disk.clear()
+
+    def close(self, seconds: float) -> None:
+        """Finish, for at most so long, what is still to be written to disk."""
+        if self.engine.store.disk is not None:
+            self.engine.store.disk.close(seconds)
 
     def sampling(self, params: protocol.Params, prompt: Prompt) -> sampling.Sampling:
         """Defaults filled in from the checkpoint's generation_config. Raises Refusal for a value out of range and for
@@ -68,9 +116,45 @@ def open(
     if device == "cpu":
         spare_a_core()
     family = families.load(checkpoint, device, settings.context)
+    budget, note = cache_budget(settings.prompt_cache_gib)
+    store = Store(budget, family.grain, note)
+    if settings.disk:
+        progress("looking at the states on disk")
+        store.disk = open_disk(checkpoint, device, family.grain, settings)
     progress("ready")
-    store = Store(int(settings.prompt_cache_gib * 2**30), family.grain)
-    return Opened(checkpoint, family, device, Engine(family, store, emit, lambda id: text.decode([id])), text)
+    engine = Engine(family, store, emit, lambda id: text.decode([id]), room_for_runs(device, budget))
+    return Opened(checkpoint, family, device, engine, text)
+
+
+def open_disk(checkpoint: Checkpoint, device: str, grain: int, settings: Settings):
+    """The states on disk of this model, build and device. Raises Refusal when their directory is not private."""
+    from .cache import directory, namespace
+    from .cache.disk import GIB, Disk, Limits
+    from .resident.log import log
+
+    limits = Limits(
+        learned=int(settings.learn_gib * GIB) if settings.learn_conversations else None,
+        spilled=int(settings.spill_gib * GIB) if settings.spill_gib else None,
+        free=int(settings.learn_min_free_gib * GIB),
+        daily=int(settings.learn_daily_gib * GIB),
+    )
+    base = Path(settings.learn_dir) if settings.learn_dir else directory.default()
+    return Disk(base, namespace.facts(checkpoint, device), grain, limits, log)
+
+
+def cache_budget(gib: float) -> tuple[int, str]:
+    """Bytes for kept states, at most half of the memory that is available, and a word where that is less than asked."""
+    asked, half = int(gib * 2**30), psutil.virtual_memory().available // 2
+    note = f"{gib:g} GiB were asked for; half of the available memory is {half / 2**30:.1f} GiB"
+    return (asked, "") if asked <= half else (half, note)
+
+
+def room_for_runs(device: str, budget: int) -> int:
+    """Bytes of the device that running sequences may take together; a tenth of what is free is left to the passes."""
+    import torch
+
+    free = psutil.virtual_memory().available - budget if device == "cpu" else torch.cuda.mem_get_info(device)[0]
+    return int(0.9 * free)
 
 
 def spare_a_core() -> None:
@@ -85,6 +169,9 @@ def spare_a_core() -> None:
 
 
 def check(settings: Settings) -> None:
+    for name in ("spill_gib", "learn_gib", "learn_min_free_gib", "learn_daily_gib"):
+        if not 0 <= (value := getattr(settings, name)) <= 1 << 20:
+            raise Refusal(f"{name} is {value}.", f"Give --{name.replace('_', '-')} 0 or more.")
     if not 0 <= settings.prompt_cache_gib <= 1 << 20:
         raise Refusal(f"The prompt cache was given {settings.prompt_cache_gib} GiB.", "Give it 0 or more.")
     if settings.context is not None and settings.context < 2:

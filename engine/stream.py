@@ -33,6 +33,12 @@ class Request:
     """Makes a reply's decoder: `push(id) -> str`, `flush() -> str`."""
     cache: bool = True
     """False: a cold run, which neither reads nor feeds the prompt cache."""
+    label: str = ""
+    """What a person calls it, such as its chat and turn; by default its run."""
+
+    @property
+    def name(self) -> str:
+        return self.label or f"run {self.run}"
 
 
 class StopText:
@@ -140,9 +146,13 @@ class Job:
     """A request on its way through the engine."""
 
     request: Request
+    bytes: int = 0
+    """What its sequences may come to take."""
     streams: list[Stream] = field(default_factory=list)
-    work: Generator[int, None, int] | None = None
-    """The prompt pass, a slice at a time, while it runs."""
+    work: Generator[int, None, None] | None = None
+    """What precedes the prompt pass, a piece at a time, until it is done."""
+    rows: Any = None
+    """`prefill.Rows` from then until the first tokens."""
     parts: dict[str, float] = field(default_factory=dict)
     """Milliseconds of the time to first token by part, so far."""
     at: float = 0.0

@@ -55,8 +55,8 @@ class Table(argparse.ArgumentParser):
         return arguments
 
     def flags(self) -> list[argparse.Action]:
-        """The options that can be given; what is not there yet is parsed, to be refused by name, but not offered."""
-        return [action for action in self._actions if action.option_strings and not isinstance(action, Later)]
+        """The options that can be given."""
+        return [action for action in self._actions if action.option_strings]
 
     def error(self, message: str):
         for theirs, ours in REWORDED.items():
@@ -83,13 +83,6 @@ REWORDED = {
 }
 
 
-class Later(argparse.Action):
-    """A flag of the design that this version does not have: refused by name."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        parser.error(f"{option_string} is not there yet in this version; leave it out")
-
-
 # Values ------------------------------------------------------------------------------------------
 
 
@@ -113,7 +106,8 @@ def number(kind: type, low: float, high: float = math.inf, above: bool = False) 
 def one_of(*values: str) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text not in values:
-            raise Invalid(f"takes {', '.join(values[:-1])} or {values[-1]}, not {text!r}")
+            known = " or ".join(part for part in (", ".join(values[:-1]), values[-1]) if part)
+            raise Invalid(f"takes {known}, not {text!r}")
         return text
 
     return read
@@ -258,8 +252,20 @@ def engine_table(command: str, description: str) -> Table:
         help="a draft model (paths: not there yet)")
     add("--kv-cache", type=kv_cache, metavar="bf16|fp8", complete=("bf16",),
         help="the cache's number format (fp8: not there yet)")
-    add("--learn-conversations", action=Later, nargs=0, help="not there yet")
-    add("--spill-gib", action=Later, metavar="N", help="not there yet")
+    add = table.adding("states on disk (off unless asked for; a conversation then resumes after a restart)")
+    add("--learn-conversations", action=argparse.BooleanOptionalAction, help="keep the states of conversations on disk")
+    add("--spill-gib", type=number(float, 0), metavar="N", help="disk for states that memory has no room for")
+    add("--learn-dir", metavar="PATH", complete="model", help="where; default: in the user's cache directory")
+    add("--learn-gib", type=number(float, 0), metavar="N", help="disk for the states of conversations; default 32")
+    add("--learn-min-free-gib", type=number(float, 0), metavar="N", help="disk that is left free; default 4")
+    add("--learn-daily-gib", type=number(float, 0), metavar="N", help="what may be written a day; default 64")
+    return table
+
+
+def cache_table() -> Table:
+    table = Table("%tfold cache", description="what is kept of prompts, in memory and on disk; clear forgets it")
+    add = table.adding()
+    add("what", nargs="?", type=one_of("clear"), metavar="WHAT", complete=("clear",), help="clear: forget it all")
     return table
 
 
@@ -274,6 +280,7 @@ COMMANDS: dict[str, Table] = {
     "start": engine_table("start", "start the engine, or say that it runs"),
     "status": Table("%tfold status", description="the engine: model, device, memory, cache"),
     "models": Table("%tfold models", description="models on this machine that the engine can open"),
+    "cache": cache_table(),
     "runs": Table("%tfold runs", description="the runs kept, newest first"),
     "show": run_table("show", "a kept run by its id", required=True),
     "last": Table("%tfold last", description="the newest run, also after a kernel restart"),

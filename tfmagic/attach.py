@@ -43,7 +43,7 @@ def _attach(where: place.Place, wish: dict, start: bool, ready: bool, progress: 
         if not start:
             raise TfmagicError("No engine is running.", "Start one: %tfold start, or tfmagic start")
         progress("starting the engine")
-        launch.launch(where, [f"--{key.replace('_', '-')}={value}" for key, value in wish.items() if value is not None])
+        launch.launch(where, [flag(name, value) for name, value in wish.items() if value is not None])
         pid = where.engine()
     info = _info(where, pid)
     if info.protocol != protocol.VERSION:
@@ -100,11 +100,20 @@ def _check_wish(wish: dict, info: place.Info, state: State) -> None:
     runs = {name: (value,) for name, value in info.settings.items()}
     runs |= {"model": (state.model, info.model or "embedded"), "device": (state.device, info.device, "auto")}
     for name, value in wish.items():
-        if value is not None and value not in runs[name]:
+        if value is not None and value not in runs.get(name, ()):
+            has = runs.get(name, (None,))[0]
             raise TfmagicError(
-                f"The running engine has {name.replace('_', ' ')} {runs[name][0]}, not {value}.",
+                f"The running engine has {name.replace('_', ' ')} {has}, not {value}.",
                 "Restart it with what you want: %tfold restart MODEL, or tfmagic.connect(..., restart=True)",
             )
+
+
+def flag(name: str, value) -> str:
+    """An option as the command line of the engine's process spells it."""
+    name = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name}={value}"
 
 
 def absolute(model: str | os.PathLike | None) -> str | None:

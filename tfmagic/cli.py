@@ -47,6 +47,12 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--prompt-cache-gib", type=_positive, metavar="N", help="memory for kept prompts (default: 1)")
     c.add_argument("--context", type=int, metavar="N", help="longest prompt and reply together, tokens")
     c.add_argument("--idle-minutes", type=_positive, metavar="N", help="end when idle so long; 0: never (default: 60)")
+    c.add_argument("--learn-conversations", action=argparse.BooleanOptionalAction, help="keep prompts' states on disk")
+    c.add_argument("--spill-gib", type=_positive, metavar="N", help="disk for states that memory has no room for")
+    c.add_argument("--learn-dir", metavar="PATH", help="where states on disk are kept (default: the user's cache)")
+    c.add_argument("--learn-gib", type=_positive, metavar="N", help="disk for conversations' states (default: 32)")
+    c.add_argument("--learn-min-free-gib", type=_positive, metavar="N", help="disk that is left free (default: 4)")
+    c.add_argument("--learn-daily-gib", type=_positive, metavar="N", help="what may be written a day (default: 64)")
     c.add_argument("--restart", action="store_true", help="end the running engine first")
     command("status", status, "show the running engine")
     c = command("logs", logs, "print the end of the engine's log")
@@ -65,18 +71,17 @@ def demo(options: argparse.Namespace) -> int:
 def start(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from .client import connect
+    from .client import OPTIONS, connect
 
     console = Console(stderr=True, highlight=False)
     began = time.monotonic()
-    named = ("prompt_cache_gib", "context", "idle_minutes")
     with console.status("connecting") as line:
         engine = connect(
             options.model,
             options.device,
             restart=options.restart,
             progress=line.update,
-            **{name: getattr(options, name) for name in named},
+            **{name: getattr(options, name) for name in OPTIONS},
         )
     with engine:
         state = engine.status()
@@ -90,6 +95,7 @@ def status(options: argparse.Namespace) -> int:
 
     from .client import connect
     from .engine.resident import place
+    from .views import words
 
     where = place.find()
     if where.engine() is None:
@@ -106,7 +112,7 @@ def status(options: argparse.Namespace) -> int:
         ("process", f"{state.pid}, up {_duration(time.time() - state.started)}, {_size(state.memory)} resident"),
         ("context", f"{state.context:,} tokens" if state.context else "—"),
         ("runs", f"{state.running} running, {state.waiting} waiting, {state.runs} kept"),
-        ("prompt cache", f"{state.cache_states} states, {_size(state.cache_bytes)} of {_size(state.cache_budget)}"),
+        ("prompt cache", words.cache(state)),
         ("idle exit", _idle(info.settings.get("idle_minutes")) if info else "—"),
         ("runtime dir", str(where.path)),
     ):

@@ -14,6 +14,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,7 +29,10 @@ from .run import Run
 
 __all__ = ["Chat", "Engine", "Handle", "Streaming", "connect"]
 
-OPTIONS = ("prompt_cache_gib", "context", "idle_minutes")
+OPTIONS = (
+    *("prompt_cache_gib", "context", "idle_minutes", "learn_conversations", "spill_gib"),
+    *("learn_dir", "learn_gib", "learn_min_free_gib", "learn_daily_gib"),
+)
 """What `connect` passes on to an engine that it starts."""
 
 
@@ -40,18 +44,22 @@ def connect(
     restart: bool = False,
     ready: bool = True,
     progress: Callable[[str], None] | None = None,
-    **options: float | int | None,
+    **options: bool | float | int | str | None,
 ) -> Engine:
     """The resident engine of this user, started when none runs; returns once it is ready, or at once if not `ready`.
 
     model: a folder or a Hugging Face id; None: whatever runs, else the model that ships. device: auto, cpu, cuda:N.
-    options: prompt_cache_gib, context (tokens), idle_minutes. restart: end the running engine first.
+    options: prompt_cache_gib, context (tokens), idle_minutes; learn_conversations (True: prompt states are kept on disk
+    too), spill_gib (disk for states that memory has no room for), and for both learn_dir, learn_gib,
+    learn_min_free_gib, learn_daily_gib. restart: end the running engine first.
     progress: told what the engine does while it starts.
     Raises TfmagicError when another model or device runs than is asked for, or none runs and `start` is False;
     Refusal or EngineFailed when the model cannot be opened.
     """
     if unknown := [name for name in options if name not in OPTIONS]:
         raise TfmagicError(f"connect() has no option {unknown[0]!r}.", _near(unknown[0], ("model", "device", *OPTIONS)))
+    if options.get("learn_dir") is not None:
+        options["learn_dir"] = str(Path(options["learn_dir"]).expanduser().absolute())
     where = place.find()
     if restart:
         place.finish(where)
@@ -146,6 +154,10 @@ class Engine:
     def runs(self) -> list[Run]:
         """The runs that the engine keeps, newest first, without their tokens."""
         return self._connection.call(lambda call: protocol.List(call), ANSWER).reply.runs
+
+    def cache(self, clear: bool = False) -> protocol.Holdings:
+        """What is kept where; `clear`: forget all of it first, that of other models on the disk too."""
+        return self._connection.call(lambda call: protocol.Cache(call, clear), ANSWER).reply
 
     def cancel(self, run: str | None = None) -> None:
         """Stop a run; None: every unfinished run of this client."""

@@ -21,7 +21,10 @@ from .template import did_you_mean
 RESULT = "_tfold"
 """The notebook variable that holds the last run."""
 PARAMS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "draft", "cache", "logprobs", "stop")
-OPTIONS = ("prompt_cache_gib", "context", "idle_minutes")
+OPTIONS = (
+    *("prompt_cache_gib", "context", "idle_minutes", "learn_conversations", "spill_gib"),
+    *("learn_dir", "learn_gib", "learn_min_free_gib", "learn_daily_gib"),
+)
 
 
 @magics_class
@@ -172,6 +175,11 @@ class TfoldMagics(Magics):
         records = self._found().runs()
         self._remember(records)
         return tables.runs(records)
+
+    def _cache(self, arguments: Namespace):
+        from .views import tables
+
+        return tables.cache(self._found().cache(clear=arguments.what == "clear"))
 
     def _show(self, arguments: Namespace):
         return self._shown(self._run(arguments.id))

@@ -100,6 +100,13 @@ class List(msgspec.Struct, tag="list"):
     call: int
 
 
+class Cache(msgspec.Struct, tag="cache"):
+    """What is kept where; with `clear`, after all of it was forgotten."""
+
+    call: int
+    clear: bool = False
+
+
 class Ask(msgspec.Struct, tag="ask"):
     """How are you? The first frame of every connection, and `%tfold status`."""
 
@@ -113,7 +120,7 @@ class Stop(msgspec.Struct, tag="stop"):
     call: int
 
 
-Request = Union[Submit, Images, Cancel, Follow, List, Ask, Stop]
+Request = Union[Submit, Images, Cancel, Follow, List, Cache, Ask, Stop]
 
 
 # What happens to a run ---------------------------------------------------------------------------
@@ -151,11 +158,13 @@ class Restored(Event, tag="restored"):
     cached_tokens: int
     cache_source: Literal["ram", "disk", "exact"] | None = None
     note: str | None = None
+    miss: str | None = None
+    settled: int = 0
 
     def fold(self, run: Run) -> None:
         run.status, run.position = "prefill", None
         run.cached_tokens, run.cache_source, run.prefilled = self.cached_tokens, self.cache_source, self.cached_tokens
-        run.note = self.note or run.note
+        run.note, run.miss, run.settled = self.note or run.note, self.miss, self.settled
 
 
 class Encoded(Event, tag="encoded"):
@@ -256,6 +265,12 @@ class State(msgspec.Struct, tag="state"):
     cache_states: int = 0
     cache_bytes: int = 0
     cache_budget: int = 0
+    cache_note: str = ""
+    """Why the budget is not what was asked for."""
+    cache_counts: dict[str, int] = {}
+    """hits, misses, kept, evicted, extended (of the evicted, by a longer state), refused, failed."""
+    settling: int = 0
+    """Replies whose rows wait to be recomputed while the engine is idle."""
     memory: int = 0
     """The process's resident bytes."""
     context: int | None = None
@@ -289,6 +304,39 @@ class Listing(msgspec.Struct, tag="listing"):
     runs: list[Run]
 
 
+class Shelf(msgspec.Struct):
+    """A place for kept states."""
+
+    where: Literal["ram", "disk"]
+    states: int
+    bytes: int
+    budget: int
+    """Bytes."""
+    directory: str = ""
+    counts: dict[str, int] = {}
+    """Of the disk since the engine started: written, bytes_written, read, skipped, failed, damaged, removed."""
+
+
+class KeptState(msgspec.Struct):
+    """A prompt's first rows, kept."""
+
+    where: Literal["ram", "disk"]
+    rows: int
+    bytes: int
+    label: str
+    """Whose it is, in words."""
+    made: float
+    """Unix time, seconds."""
+
+
+class Holdings(msgspec.Struct, tag="holdings"):
+    """The places, and of each the states used most recently."""
+
+    call: int
+    shelves: list[Shelf]
+    states: list[KeptState]
+
+
 class Update(msgspec.Struct, tag="update"):
     """Events in order; batched, so that a fast stream costs few frames."""
 
@@ -307,7 +355,7 @@ class Okay(msgspec.Struct, tag="okay"):
     call: int
 
 
-Reply = Union[State, Accepted, Need, Record, Listing, Update, Refused, Okay]
+Reply = Union[State, Accepted, Need, Record, Listing, Holdings, Update, Refused, Okay]
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode

@@ -145,6 +145,10 @@ class Run(msgspec.Struct, omit_defaults=True):
     """Milliseconds by part (`TTFT_PARTS`) and `total`; empty until the first token."""
     cached_tokens: int | None = None
     cache_source: Literal["ram", "disk", "exact"] | None = None
+    settled: int = 0
+    """Of the cached rows, those of an earlier reply that were recomputed while the engine was idle."""
+    miss: str | None = None
+    """Why not more rows came from the cache, in one line; None where nothing longer was to be had."""
     tower_calls: int | None = None
     images_encoded: int | None = None
     images_kept: int | None = None
@@ -233,6 +237,4 @@ def token_sha(ids: list[int]) -> str:
 def accepted_by_position(rounds: list[Round]) -> list[float]:
     """Of the rounds that drafted position k (counted from 1), the share that accepted it."""
     longest = max((r.drafted for r in rounds), default=0)
-    return [
-        sum(r.accepted >= k for r in rounds) / sum(r.drafted >= k for r in rounds) for k in range(1, longest + 1)
-    ]
+    return [sum(r.accepted >= k for r in rounds) / sum(r.drafted >= k for r in rounds) for k in range(1, longest + 1)]

@@ -1,21 +1,34 @@
-"""Kept states in memory, within a budget of bytes, least recently used out first.
+"""Kept states in memory, within a budget of bytes.
 
 A state is made by a prompt pass alone and only at multiples of the family's grain, so it holds exactly what a cold
 pass over the same rows would hold.
+
+Who goes first when room is needed: of the states that a longer kept state extends and that are no shared system block,
+the least recently used; then the least recently used of all. The state that a pass resumed from and those that it has
+just kept go only when nothing else is left.
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch import Tensor
 
 from .key import prefixes, whole
 
+if TYPE_CHECKING:
+    from .disk import Disk
+
 SPARSE = 1024
 """Rows between the marks that a long prompt keeps for prompts that part from it early."""
+REMEMBERED = 4096
+"""Evicted states that are remembered by name."""
+COMPARED = 256
+"""States that are compared row by row, at most, to find the nearest one."""
 
 
 @dataclass
@@ -24,8 +37,10 @@ class Counts:
     misses: int = 0
     kept: int = 0
     evicted: int = 0
+    extended: int = 0
+    """Of the evicted, those that a longer state extended; the others were the least recently used."""
     refused: int = 0
-    """States larger than the whole budget."""
+    """States that there was no room for."""
     failed: int = 0
     """States that could not be restored, and were dropped."""
 
@@ -41,45 +56,112 @@ class Kept:
     bytes: int
     prompts: set[bytes] = field(default_factory=set)
     """Digests of the whole prompts whose last mark this is."""
+    label: str = ""
+    """Who kept it, in words."""
+    shared: bool = False
+    """The system block with which many conversations begin."""
+    settled: int = 0
+    """Rows of it that were computed while the engine was idle."""
+    made: float = field(default_factory=time.time)
+    """Unix time, seconds."""
+    source: Literal["ram", "disk"] = "ram"
+    """Where it came from when it was found last."""
+
+
+class Gone(NamedTuple):
+    """A state that was evicted."""
+
+    at: int
+    label: str
+    when: float
+    """`time.monotonic()`."""
+    why: str
+    by: str
+    """Who needed its room, in words."""
 
 
 class Store:
-    def __init__(self, budget: int, grain: int):
-        """`budget`: bytes of all states together."""
+    def __init__(self, budget: int, grain: int, note: str = ""):
+        """`budget`: bytes of all states together; `note`: why it is not what was asked for."""
+        self.note = note
         self.budget, self.grain, self.bytes, self.counts = budget, grain, 0, Counts()
+        self.disk: Disk | None = None
+        """Where states are kept for a restart or when memory has no room for them; None: nowhere."""
         self._kept: OrderedDict[bytes, Kept] = OrderedDict()
+        self._through: dict[bytes, dict[bytes, None]] = {}  # a prefix's name -> the states that begin with it
+        self._gone: OrderedDict[bytes, Gone] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def find(self, key: Sequence[int]) -> Kept | None:
         """The longest state that a prompt of this key may start from: at least one row is left to compute."""
-        for digest in reversed(prefixes(key[:-1], self.grain)):
-            kept = self._kept.get(digest)
-            if kept is not None and kept.key == tuple(key[: kept.at]):
-                self._kept.move_to_end(digest)
-                self.counts.hits += 1
-                return kept
-        self.counts.misses += 1
-        return None
+        kept = self.longest(key)
+        if kept is None:
+            self.counts.misses += 1
+        else:
+            self.counts.hits += 1
+        return kept
+
+    def longest(self, key: Sequence[int]) -> Kept | None:
+        """`find`, uncounted."""
+        digests = prefixes(key[:-1], self.grain)
+        held = (digest for digest in reversed(digests) if digest in self._kept)
+        digest = next((d for d in held if self._kept[d].key == tuple(key[: self._kept[d].at])), None)
+        kept = self._kept[digest] if digest else None
+        if kept is not None:
+            self._kept.move_to_end(digest)
+            kept.source = "ram"
+        if self.disk is not None and (longer := self.disk.find(digests, key, above=kept.at if kept else 0)):
+            kept = longer
+            if self.budget:
+                self._add(digests[kept.at // self.grain - 1], kept, by=kept.label)
+        return kept
+
+    def reach(self, key: Sequence[int]) -> int:
+        """Rows of the longest state in memory that a prompt of this key may start from. Moves and counts nothing."""
+        digests = prefixes(key[:-1], self.grain)
+        return next((self._kept[digest].at for digest in reversed(digests) if digest in self._kept), 0)
 
     def exact(self, kept: Kept, key: Sequence[int]) -> bool:
         """Whether this whole prompt was seen before and `kept` is its last mark."""
         return whole(key) in kept.prompts
 
-    def keep(self, key: Sequence[int], states: dict[int, Callable[[], dict[str, Tensor]]]) -> None:
-        """Keep states of one prompt: row -> what gives its tensors (called only for states not held yet)."""
-        if not self.budget:
+    def keep(
+        self,
+        key: Sequence[int],
+        states: dict[int, Callable[[], dict[str, Tensor]]],
+        *,
+        label: str = "",
+        shared: int = 0,
+        settled: int | None = None,
+        resumed: Kept | None = None,
+    ) -> None:
+        """Keep states of one prompt: row -> what gives its tensors (called only for states not held yet).
+
+        `label`: who keeps them; `shared`: the row of the shared system block's state; `settled`: the row from which
+        on they were computed while the engine was idle; `resumed`: the state that the pass started from.
+        """
+        if not self.budget and self.disk is None:
             return
         digests, last = prefixes(key[:-1], self.grain), last_mark(len(key), self.grain)
-        for at in sorted(states):
+        own = {digests[at // self.grain - 1] for at in states}
+        if resumed is not None:
+            own.add(prefixes(resumed.key, self.grain)[-1])
+        for at in sorted(states, key=lambda at: (at != last, at != shared, -at)):  # the most wanted first
             digest = digests[at // self.grain - 1]
-            if digest in self._kept:
-                self._kept.move_to_end(digest)
-            else:
+            if digest not in self._kept and (self.budget or at in (last, shared)):
                 tensors = states[at]()
-                self._add(digest, Kept(at, tuple(key[:at]), tensors, size(tensors, at)))
-        if last and digests[-1] in self._kept:
+                kept = Kept(at, tuple(key[:at]), tensors, size(tensors, at), label=label, shared=at == shared)
+                kept.settled = 0 if settled is None else at - settled
+                if self.budget:
+                    self._add(digest, kept, own, by=label, must=at == last)
+                if self.disk is not None and at in (last, shared):
+                    self.disk.offer(digest, kept)
+        for digest in digests:  # what was used together ages together, the longest last
+            if digest in own and digest in self._kept:
+                self._kept.move_to_end(digest)
+        if last and digests[-1] in self._kept and settled is None:
             self._kept[digests[-1]].prompts.add(whole(key))
 
     def drop(self, kept: Kept) -> None:
@@ -87,24 +169,91 @@ class Store:
         self.counts.failed += 1
         digest = prefixes(kept.key, self.grain)[-1]
         if self._kept.get(digest) is kept:
-            del self._kept[digest]
-            self.bytes -= kept.bytes
+            self._remove(digest)
+        if self.disk is not None:
+            self.disk.forget(digest, kept)
 
     def clear(self) -> None:
-        self._kept.clear()
+        for held in (self._kept, self._through, self._gone):
+            held.clear()
         self.bytes = 0
 
-    def _add(self, digest: bytes, kept: Kept) -> None:
-        if kept.bytes > self.budget:
+    # What a miss asks --------------------------------------------------------------------------------
+
+    def nearest(self, key: Sequence[int], above: int) -> tuple[Kept, int] | None:
+        """The state that agrees with the key the furthest, and up to which row; None when none does past `above`
+        rows (0: the nearest of all, unless nothing is kept)."""
+        digests = prefixes(key, self.grain)
+        for i in range(len(digests), above // self.grain - 1, -1):
+            names = self._through.get(digests[i - 1], ()) if i else self._kept
+            if names:
+                break
+        else:
+            return None
+        start = i * self.grain
+        window = tuple(key[start : start + self.grain])
+        latest = reversed(list(names)[-COMPARED:])
+        alike = ((agree(window, self._kept[name].key[start : start + self.grain]), name) for name in latest)
+        rows, name = max(alike, key=lambda pair: pair[0])
+        found = self._kept[name], start + rows
+        return found if found[1] > above or not above else None
+
+    def gone(self, key: Sequence[int], above: int) -> Gone | None:
+        """The longest evicted state, of more than `above` rows, that the key could have started from."""
+        digests = prefixes(key[:-1], self.grain)
+        return next((self._gone[d] for d in reversed(digests[above // self.grain :]) if d in self._gone), None)
+
+    # Room --------------------------------------------------------------------------------------------
+
+    def _add(self, digest: bytes, kept: Kept, spared: Collection[bytes] = (), by: str = "", must: bool = True) -> None:
+        """`must`: rather evict what is `spared` than refuse."""
+        if not self._make_room(kept.bytes, spared, by) and not (must and self._make_room(kept.bytes, (), by)):
             self.counts.refused += 1
             return
-        while self.bytes + kept.bytes > self.budget:
-            _, gone = self._kept.popitem(last=False)
-            self.bytes -= gone.bytes
-            self.counts.evicted += 1
         self._kept[digest] = kept
         self.bytes += kept.bytes
         self.counts.kept += 1
+        self._gone.pop(digest, None)
+        for prefix in prefixes(kept.key, self.grain):
+            self._through.setdefault(prefix, {})[digest] = None
+
+    def _make_room(self, size: int, spared: Collection[bytes], by: str) -> bool:
+        """Evict until `size` bytes are free. False, and nothing is evicted, when sparing these leaves too little."""
+        held = sum(self._kept[digest].bytes for digest in spared if digest in self._kept)
+        if size + held > self.budget:
+            return False
+        while self.bytes + size > self.budget:
+            self._evict(spared, by)
+        return True
+
+    def _evict(self, spared: Collection[bytes], by: str) -> None:
+        free = [digest for digest in self._kept if digest not in spared]
+        extended = (d for d in free if len(self._through[d]) > 1 and not self._kept[d].shared)
+        victim = next(extended, None)
+        why = "a longer state extends it" if victim else "least recently used"
+        self.counts.evicted += 1
+        self.counts.extended += victim is not None
+        victim = victim or free[0]
+        kept = self._remove(victim)
+        if self.disk is not None:
+            self.disk.evicted(victim, kept)
+        self._gone[victim] = Gone(kept.at, kept.label, time.monotonic(), why, by)
+        while len(self._gone) > REMEMBERED:
+            self._gone.popitem(last=False)
+
+    def _remove(self, digest: bytes) -> Kept:
+        kept = self._kept.pop(digest)
+        self.bytes -= kept.bytes
+        for prefix in prefixes(kept.key, self.grain):
+            del self._through[prefix][digest]
+            if not self._through[prefix]:
+                del self._through[prefix]
+        return kept
+
+
+def agree(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many of their first elements are the same."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 def size(tensors: dict[str, Tensor], rows: int) -> int:

@@ -21,6 +21,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", default="auto", help="auto, cpu or cuda:N")
     p.add_argument("--prompt-cache-gib", type=float, default=1.0)
     p.add_argument("--context", type=int, help="longest prompt and reply together, tokens")
+    p.add_argument("--learn-conversations", action=argparse.BooleanOptionalAction, default=False)
+    p.add_argument("--spill-gib", type=float, default=0.0, help="disk for states that memory has no room for")
+    p.add_argument("--learn-dir", help="where states on disk are kept")
+    p.add_argument("--learn-gib", type=float, default=32.0, help="disk for states of conversations")
+    p.add_argument("--learn-min-free-gib", type=float, default=4.0, help="disk that is left free")
+    p.add_argument("--learn-daily-gib", type=float, default=64.0, help="what may be written to disk a day")
     p.add_argument("--idle-minutes", type=float, default=60.0, help="end after this long without requests; 0: never")
     return p
 

@@ -16,6 +16,7 @@ from typing import Any
 from ... import pictures
 from ...errors import Refusal, TfmagicError
 from ...protocol import ImageRef, Images, Message, Need, Refused, Submit, Text
+from ...run import Run
 from .peers import Peer
 from .runs import MIB, Chat, Chats, ImageStore, digests
 from .worker import Inbox
@@ -107,6 +108,20 @@ class Intake:
         else:
             self._go_on(pending)
 
+    def settle(self, asked: Pending, record: Run, wake: Callable[[], None]) -> None:
+        """The turn of a chat is over: let the engine prepare for the next one while nobody needs it."""
+        label = f"chat “{record.chat}”, turn {record.turn}"
+        self.pool.submit(self._settle, list(asked.chat.messages), asked.encoded, label, wake)
+
+    def _settle(self, messages: list[Message], encoded: dict[str, bytes], label: str, wake: Callable) -> None:
+        try:
+            self.opened.settle(messages, encoded, label)
+        except TfmagicError:  # a next turn would be refused, too
+            return
+        except Exception:
+            traceback.print_exc()
+        wake()
+
     def cancel(self, run: str) -> None:
         """Refuse a pending submission, as soon as nothing works on it."""
         pending = self.pending[run]
@@ -156,6 +171,7 @@ class Intake:
             prepare_ms=1e3 * (time.perf_counter() - pending.submitted),
             detokenizer=opened.text.detokenizer,
             cache=ask.params.cache == "on",
+            label=f"chat “{ask.chat}”, turn {pending.chat.turns + 1}" if pending.chat is not None else "",
         )
 
     def _ready(self, pending: Pending, request: Any) -> None:

@@ -48,7 +48,7 @@ class Info(msgspec.Struct):
     model: str | None
     """As asked for; None: the model that ships."""
     device: str
-    settings: dict[str, float | int | None]
+    settings: dict[str, bool | float | int | str | None]
     failure: Failure | None = None
     """Why it ended, when it could not go on."""
 

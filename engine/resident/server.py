@@ -34,13 +34,20 @@ TICK = 0.3
 """Seconds between looks at who is alive."""
 GRACE = 1.5
 """Seconds that running runs have to stop in when the engine ends."""
+SAVING = 1.2
+"""Seconds that states have to get to disk in when the engine ends; clients wait for three in all."""
+SETTINGS = (
+    *("prompt_cache_gib", "context", "learn_conversations", "spill_gib"),
+    *("learn_dir", "learn_gib", "learn_min_free_gib", "learn_daily_gib"),
+)
+"""The options that `engine.open.Settings` takes."""
 
 
 class Server:
     def __init__(self, place: Place, options: argparse.Namespace, open: Callable):
         """`open(model, device, settings, emit, progress)` gives the opened model; see `worker.open_model`."""
         self.place, self.options = place, options
-        settings = {"prompt_cache_gib": options.prompt_cache_gib, "context": options.context}
+        settings = {name: getattr(options, name) for name in SETTINGS}
         self.info = Info(
             pid=os.getpid(),
             started=time.time(),
@@ -77,6 +84,7 @@ class Server:
             Cancel: self.cancel,
             Follow: self.follow,
             List: self.list,
+            protocol.Cache: self.cache,
             Ask: self.ask,
             protocol.Stop: self.stop,
         }
@@ -170,6 +178,8 @@ class Server:
         self.peers.publish(event.run, data, record.finished)
         if record.finished and (asked := self.asked.pop(event.run, None)):
             self.chats.end(record, asked.messages, asked.encoded)
+            if record.status == "done" and asked.ask.params.cache == "on":
+                self.intake.settle(asked, record, self.worker.work.set)
 
     def _record(self, run: str) -> bytes | None:
         return protocol.encode(Record(0, self.runs.find(run).record)) if run in self.runs else None
@@ -210,6 +220,21 @@ class Server:
 
     def list(self, peer: Peer, ask: List) -> None:
         peer.reply(Listing(ask.call, self.runs.listing()))
+
+    def cache(self, peer: Peer, ask: protocol.Cache) -> None:
+        if self.opened is None:
+            raise Refusal(f"The engine is not ready: {self.detail}.", "Wait until %tfold status says ready.")
+        self.intake.pool.submit(self._look, peer, ask)
+
+    def _look(self, peer: Peer, ask: protocol.Cache) -> None:
+        """On a thread of the pool, for a disk may be slow."""
+        try:
+            if ask.clear:
+                self.opened.clear(self.worker.work.set)
+            answer = protocol.Holdings(ask.call, *self.opened.kept())
+        except OSError as error:
+            answer = Refused(ask.call, f"The states on disk are out of reach: {error.strerror}.", "See tfmagic logs.")
+        self.inbox.call(lambda: peer.reply(answer))
 
     def follow(self, peer: Peer, ask: Follow) -> None:
         record = self.runs.find(ask.run).record
@@ -325,6 +350,8 @@ class Server:
         self._end_runs("stopped")
         self.peers.flush()
         self.socket.close(linger=200)
+        if self.opened is not None:
+            self.opened.close(SAVING)
         self.context.term()
         self.place.clean()
         if self.info.failure:

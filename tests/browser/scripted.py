@@ -84,7 +84,8 @@ def opening(rows: int, cached: int, kept: list[bool], ttft: dict, streams: int, 
     """Queue, prompt pass and the first tokens."""
     yield 0.02, protocol.Queued("", 0)
     yield 0.02 + slow, protocol.Prepared("", rows, [picture(k + 1, 40 + 380 * k) for k in range(len(kept))])
-    yield 0.02, protocol.Restored("", cached, "ram" if cached else None)
+    miss = "parts from chat “kites”, turn 2 at row 4,170 after “and the”: “cat” here, “dog” there"
+    yield 0.02, protocol.Restored("", cached, "ram" if cached else None, None, miss, 128 if cached else 0)
     yield 0.02 + slow, protocol.Encoded("", 0 if all(kept) else 1, kept)
     for reached in range(cached + 512, rows, 512):
         yield 0.03 + slow / 3, protocol.Prefilled("", reached)

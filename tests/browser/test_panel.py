@@ -177,6 +177,7 @@ def test_the_prompt_is_drawn_as_it_is_computed(notebook, page):
     )
     expect(panel.locator(".tfm-picture")).to_have_count(2)
     expect(panel.locator(".tfm-picture").first).to_contain_text("encoded")
+    expect(panel).to_contain_text("no kept state matched; 4,203 rows to compute · parts from chat “kites”, turn 2")
     picture(page, "panel_prefill.png")
     expect(panel).to_have_attribute("data-status", "decoding")
     expect(panel).to_contain_text("prefill 143")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from itertools import count
 
@@ -12,7 +13,7 @@ from tfmagic.engine.open import Settings
 from tfmagic.engine.open import open as open_model
 from tfmagic.engine.prompt import Prompt
 from tfmagic.engine.stream import Request
-from tfmagic.run import Run, Stream
+from tfmagic.run import Run, Stream, token_sha
 
 STORY = "Tell me a story about a girl and a cat."
 COPY = "Repeat: " + " and ".join(
@@ -44,6 +45,40 @@ def speed(record: Run) -> float:
     return 1e3 * said / (record.total_ms - record.ttft["total"])
 
 
+def eight(opened, together: bool) -> tuple[list[float], str]:
+    """Milliseconds until each of eight short prompts has its first token, and a hash of all replies."""
+    records, start = {}, time.perf_counter()
+    opened.engine.emit = lambda event: records[event.run].apply(event)
+    for number in range(8):
+        text = f"{STORY} It is number {number}, and she lives by the sea."
+        prompt = opened.prepare([protocol.Message("user", [protocol.Text(text)])], {})
+        sampling = opened.sampling(protocol.Params(temperature=0, max_tokens=8), prompt)
+        run = str(number)
+        records[run] = Run(run, 0.0, streams=[Stream()])
+        opened.engine.submit(Request(run, prompt, sampling, 1, start, 0.0, opened.text.detokenizer, cache=False))
+        while not together and opened.engine.step():
+            pass
+    while opened.engine.step():
+        pass
+    ids = [id for record in records.values() for id in record.streams[0].token_ids]
+    return [record.ttft["total"] for record in records.values()], token_sha(ids)
+
+
+def compare_eight(opened, pairs: int = 3) -> None:
+    """A-B-B-A, medians; the replies must be the same."""
+    ways = {True: [], False: []}
+    said = set()
+    for together in [True, False, False, True] * pairs:
+        first, sha = eight(opened, together)
+        ways[together].append(first)
+        said.add(sha)
+    assert len(said) == 1, said
+    for name, together in (("together", True), ("one after another", False)):
+        means = statistics.median(statistics.mean(first) for first in ways[together])
+        lasts = statistics.median(max(first) for first in ways[together])
+        print(f"eight short prompts {name:>17}: first tokens after {means:.0f} ms on average, {lasts:.0f} ms the last")
+
+
 def main() -> None:
     opened = open_model(None, "auto", Settings(), lambda event: None)
     print(f"{opened.name} on {opened.device}, {torch.get_num_threads()} thread(s)")
@@ -59,6 +94,7 @@ def main() -> None:
         per_round = best.stats["tokens_per_round"]
         first = f"first after {best.ttft['total']:.0f} ms"
         print(f"{name:>20}: {speed(best):6.1f} tok/s, {per_round:.2f} tokens a round, {first}")
+    compare_eight(opened)
     salt = count()  # another first row each time: nothing is found in the cache
     for rows in (64, 300, 1000, 3000):
         colds = [run(opened, [next(salt), *(5 + i % 200 for i in range(1, rows))], max_tokens=1) for _ in range(3)]

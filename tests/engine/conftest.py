@@ -46,9 +46,9 @@ def text_prompt(ids: list[int], marks=()) -> Prompt:
 class Bench:
     """An engine with its events folded into runs as a client would."""
 
-    def __init__(self, model, budget: int = 1 << 30):
+    def __init__(self, model, budget: int = 1 << 30, memory: int = 1 << 40, store: Store | None = None):
         self.events, self.runs, self.numbers = [], {}, count()
-        self.engine = Engine(model, Store(budget, model.grain), self.take, letter)
+        self.engine = Engine(model, Store(budget, model.grain) if store is None else store, self.take, letter, memory)
 
     def take(self, event) -> None:
         self.events.append(event)

@@ -208,10 +208,10 @@ class Broken:
     def __getattr__(self, name):
         return getattr(self.model, name)
 
-    def prompt_pass(self, state, ids, *rest):
-        if self.fails(ids):
+    def prompt_passes(self, parts):
+        if any(self.fails(ids) for _, ids, *_ in parts):
             raise MemoryError("no room for the prompt")
-        return self.model.prompt_pass(state, ids, *rest)
+        return self.model.prompt_passes(parts)
 
     def round_pass(self, states, windows):
         if any(self.fails(window) for window in windows):

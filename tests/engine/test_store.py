@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -108,3 +110,67 @@ def test_dropping_and_clearing_give_the_bytes_back():
     assert len(store) == 1 and store.counts.failed == 1 and store.find(key(65)) is None
     store.clear()
     assert len(store) == 0 and store.bytes == 0
+
+
+# Who goes first -----------------------------------------------------------------------------------
+
+ONE = 400 + 40 * 64
+
+
+def room_for(states: float) -> Store:
+    return Store(int(states * ONE), 64)
+
+
+def held(store):
+    return {(k.key[0] // 1000, k.at) for k in store._kept.values()}
+
+
+def test_a_state_that_a_longer_one_extends_goes_before_an_older_one():
+    store = room_for(5.1)
+    kept(store, 65, 64, salt=1)
+    kept(store, 65, 64, salt=2)
+    kept(store, 129, 128, salt=2)  # takes the room of two
+    kept(store, 65, 64, salt=3)
+    kept(store, 65, 64, salt=4)
+    assert held(store) == {(1, 64), (2, 128), (3, 64), (4, 64)}
+    assert (store.counts.evicted, store.counts.extended) == (1, 1)
+    assert store.gone(key(200, 2), 0).why == "a longer state extends it"
+
+
+def test_a_shared_system_block_goes_only_as_the_least_recently_used():
+    store = room_for(4.1)
+    store.keep(key(200, 1), {64: state()}, shared=64)
+    store.keep(key(129, 1), {128: state()})
+    kept(store, 65, 64, salt=2)
+    kept(store, 65, 64, salt=3)
+    assert held(store) == {(1, 128), (2, 64), (3, 64)}
+    store = room_for(4.1)
+    kept(store, 65, 64, salt=5)
+    store.keep(key(200, 1), {64: state()}, shared=64)
+    store.keep(key(129, 1), {128: state()})
+    kept(store, 65, 64, salt=3)
+    assert held(store) == {(1, 64), (1, 128), (3, 64)} and store.counts.extended == 0
+
+
+def test_the_state_a_pass_resumed_from_outlives_its_sparse_marks():
+    store = room_for(6.1)
+    kept(store, 65, 64)
+    base = store.find(key(65))
+    long = key(1100)
+    store.keep(long, {1024: state(), 1088: state()}, resumed=base)
+    assert base in store._kept.values() and store.counts.refused == 2  # either is larger than what is left
+    store = Store(400 + 40 * 64 + 400 + 40 * 128, 64)
+    kept(store, 65, 64)
+    store.keep(key(200), {128: state(), 192: state()}, resumed=store.find(key(65)))
+    assert {k.at for k in store._kept.values()} == {192}, "only the last mark may take its place"
+
+
+def test_eviction_keeps_its_books():
+    rng, store = random.Random(4), room_for(9)
+    for _ in range(300):
+        rows = rng.choice([65, 130, 200, 260])
+        wanted = [at for at in (64, 128, 192, 256) if at < rows]
+        store.keep(key(rows, rng.randrange(6)), {at: state() for at in rng.sample(wanted, rng.randint(1, len(wanted)))})
+        assert store.bytes == sum(k.bytes for k in store._kept.values()) <= store.budget
+    through = {name for names in store._through.values() for name in names}
+    assert through == set(store._kept) and len(store._gone) <= store.counts.evicted

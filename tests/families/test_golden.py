@@ -16,7 +16,8 @@ def all_logits(model, ids, features, positions):
         x = model.text.embed(ids)
         for first, rows in features.items():
             x[first : first + len(rows)] = rows
-        x, _ = model.text.prompt_pass(state, x, positions, [])
+        x, _, moves = model.text.prompt_pass([state], [len(x)], x, positions, [[]])
+        model.text.move([state], [len(x)], moves)
         return model.text.logits(x), state
 
 

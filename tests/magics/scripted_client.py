@@ -85,6 +85,14 @@ class Engine:
         cache = {"cache_states": 3, "cache_bytes": 4096, "cache_budget": 1 << 30}
         return protocol.State(0, 1, "ready", "", 4321, "scripted", "cpu", 1e9, len(self.handles), **cache)
 
+    def cache(self, clear=False):
+        if clear:
+            return protocol.Holdings(0, [protocol.Shelf("ram", 0, 0, 1 << 30)], [])
+        disk = protocol.Shelf("disk", 3, 9000, 32 << 30, "/states", {"read": 2})
+        shelves = [protocol.Shelf("ram", 2, 4096, 1 << 30), disk]
+        states = [("ram", 128, "chat “sea”, turn 1"), ("ram", 64, ""), ("disk", 128, "chat “sea”, turn 1")]
+        return protocol.Holdings(0, shelves, [protocol.KeptState(w, rows, 3000, who, 1e9) for w, rows, who in states])
+
     def stop(self):
         self.stopped = True
 

@@ -282,8 +282,21 @@ def test_start_and_restart_pass_their_flags_on(shell, monkeypatch):
     options = {"prompt_cache_gib": 2.0, "context": 4096, "idle_minutes": 0.0}
     assert shell.connected[-1] == (("some/model", "cuda:1"), options)
     assert "ready: scripted on cpu, process 4321" in shell.out
-    shell.run("%tfold restart --context 512")
-    assert shell.connected[-1] == ((None, "auto"), {"context": 512, "restart": True})
+    shell.run("%tfold restart --context 512 --no-learn-conversations")
+    asked = {"context": 512, "learn_conversations": False, "restart": True}
+    assert shell.connected[-1] == ((None, "auto"), asked)
+    shell.run("%tfold start --learn-conversations --spill-gib 2 --learn-dir ~/states --learn-daily-gib 0")
+    asked = {"learn_conversations": True, "spill_gib": 2.0, "learn_dir": "~/states", "learn_daily_gib": 0.0}
+    assert shell.connected[-1] == ((None, "auto"), asked)
+
+
+def test_cache_shows_what_is_kept_where_and_clears_it(shell):
+    text = str(shell.run("%tfold cache"))
+    assert text.splitlines()[0].split() == ["where", "what", "size", "kept", "whose"]
+    assert "2 states" in text and "/states · 2 read" in text and "128 rows" in text and "chat “sea”, turn 1" in text
+    assert "1 state, the last 0 of them here" not in text and "3 states, the last 1 of them here" in text
+    assert "0 states" in str(shell.run("%tfold cache clear"))
+    assert shell.usage("%tfold cache drop").startswith("%tfold cache WHAT takes clear, not 'drop'")
 
 
 @pytest.mark.parametrize(
@@ -295,8 +308,8 @@ def test_start_and_restart_pass_their_flags_on(shell, monkeypatch):
         ("start --device gpu", "%tfold start --device takes auto, cpu or cuda:N, not 'gpu'"),
         ("start --kv-cache fp8", "%tfold start --kv-cache takes only bf16 in this version: fp8 is not there yet"),
         ("start --drafter some/path", "%tfold start --drafter takes only none in this version"),
-        ("start --learn-conversations", "%tfold start --learn-conversations is not there yet in this version"),
-        ("start --spill-gib 4", "%tfold start --spill-gib is not there yet in this version"),
+        ("start --learn-conversations=x", "%tfold start --learn-conversations/--no-learn-conversations takes no value"),
+        ("start --spill-gib -1", "%tfold start --spill-gib takes a number from 0 up, not -1"),
         ("start --context 3", "%tfold start --context takes a whole number from 64 up, not 3"),
         ("profile", "%tfold profile is not there yet in this version"),
         ("show", "%tfold show needs ID"),

@@ -35,9 +35,12 @@ def test_flags(tab):
     assert tab("%%tfold --image a.png --im|") == ["%%tfold --image a.png --image"]
 
 
-def test_flags_that_are_not_there_yet_are_not_offered(tab):
-    assert "%tfold start --spill-gib" not in tab("%tfold start --spill|")
-    assert "%tfold start --learn-conversations" not in tab("%tfold start --l|")
+def test_states_on_disk(tab):
+    assert tab("%tfold start --spill|") == ["%tfold start --spill-gib"]
+    assert "%tfold start --learn-conversations" in tab("%tfold start --l|")
+    more = tab("%tfold start --learn-conversations --l|")
+    assert more[1] == "%tfold start --learn-conversations --learn-gib"
+    assert tab("%tfold cache c|") == ["%tfold cache clear"]
 
 
 def test_values(tab):

@@ -42,6 +42,8 @@ class Request:
     submitted: float
     prepare_ms: float
     detokenizer: Any
+    cache: bool = True
+    label: str = ""
 
 
 @dataclass
@@ -163,6 +165,12 @@ class Opened:
 
     def __init__(self, emit):
         self.engine = Engine(emit)
+
+    def close(self, seconds):
+        pass
+
+    def settle(self, messages, encoded, label):
+        pass
 
     def prepare(self, messages, encoded) -> Prompt:
         parts = messages[-1].parts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from PIL import Image
 
@@ -44,3 +46,24 @@ def test_a_model_that_is_not_there_is_refused_with_the_fix(real):
     with pytest.raises(TfmagicError) as caught:
         connect("/nonexistent/model")
     assert "/nonexistent/model" in caught.value.problem and "Traceback" not in str(caught.value)
+
+
+def test_a_chats_reply_is_settled_before_its_next_turn(real):
+    first, second = "Tell me a story about a girl and a cat.", "And what happened then?"
+    with connect() as engine:
+        chat = engine.chat("kites")
+        one = chat.send(first, max_tokens=100, temperature=0)
+        assert one.prompt_tokens < 64 < one.prompt_tokens + len(one.streams[0].tokens)
+        deadline = time.monotonic() + 20
+        while not (status := engine.status()).cache_states or status.settling:
+            assert time.monotonic() < deadline, status
+            time.sleep(0.02)
+        two = chat.send(second, max_tokens=12, temperature=0)
+        assert two.cached_tokens > one.prompt_tokens and two.settled == two.cached_tokens
+        assert f"{two.settled} of them settled while idle" in str(two)
+        told = [{"role": "user", "content": first}, {"role": "assistant", "content": one.text}]
+        cold = engine.run(second, messages=told, max_tokens=12, temperature=0, cache="off", draft="off")
+        assert cold.cached_tokens == 0 and cold.miss == "asked to run cold"
+        assert cold.streams[0].token_ids == two.streams[0].token_ids
+        edited = engine.run(second, messages=[{"role": "user", "content": "Sing!"}, told[1]], max_tokens=4)
+        assert "parts from chat “kites”, turn" in edited.miss and edited.miss in str(edited)

@@ -37,7 +37,7 @@ def hostile(streams: int = 16, tokens: int = 4096) -> Run:
     """Everything a person or a model can write is as bad as it gets, and as long."""
     run = full(streams, tokens)
     long = HOSTILE * 400
-    run.prompt = run.system = run.error = run.note = run.model = run.chat = run.device = long
+    run.prompt = run.system = run.error = run.note = run.miss = run.model = run.chat = run.device = long
     run.params = {"stop": [long] * 8}
     run.pictures = [Picture(long, 9, 9, 10 * i, 5, None) for i in range(400)]
     for stream in run.streams:

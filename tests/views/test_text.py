@@ -7,6 +7,7 @@ import re
 import pytest
 from sample_runs import empty, full, hostile
 
+from tfmagic.protocol import State
 from tfmagic.run import STATS, TTFT_PARTS, Round, Stream, Token
 from tfmagic.views import text, words
 
@@ -55,6 +56,24 @@ def test_errors_and_notes_are_shown():
     lines = text.render(run).splitlines()
     assert lines[2:5] == ["It broke.", "Mend it.", "failed · tiny · cpu · chat “kites”, turn 3 · 1.8 s"]
     assert lines[-1] == run.note
+
+
+def test_a_partial_hit_says_what_was_settled_and_where_it_parts():
+    run = full(1)
+    run.settled, run.miss = 128, "parts from chat “kites”, turn 2 at row 4,170 after “and the”: “cat” here, “dog” there"
+    line = next(line for line in text.render(run).splitlines() if line.startswith("cached_tokens"))
+    assert line.endswith(f"from RAM, 128 of them settled while idle, 43 computed · {run.miss}")
+
+
+def test_the_prompt_cache_in_words():
+    counts = {"hits": 1, "misses": 3, "kept": 9, "evicted": 4, "extended": 3, "refused": 0, "failed": 1}
+    state = State(0, 1, "ready", "ready", 1, "tiny", "cpu", 0.0, cache_states=5, cache_bytes=5 << 20,
+                  cache_budget=8 << 20, cache_counts=counts, settling=2, cache_note="less than asked")  # fmt: skip
+    assert words.cache(state) == (
+        "5 states, 5.0 MiB of 8.0 MiB (1.0 MiB each) · 1 hit, 3 missed, 4 evicted (3 of them extended), 1 failed"
+        " · 2 to settle while idle · less than asked"
+    )
+    assert words.cache(State(0, 1, "ready", "ready", 1, "tiny", "cpu", 0.0)) == "0 states, 0 B of 0 B"
 
 
 @pytest.mark.parametrize(

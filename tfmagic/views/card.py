@@ -80,7 +80,8 @@ def _tiles(run: Run) -> str:
     rows = f"of {words.count(run.prompt_tokens)} rows" if run.cached_tokens is not None else ""
     tiles = [
         _tile("Time to first token", ttft, value, unit, _ttft_bar(run), _ttft_parts(run), grow=1.45),
-        _tile("Prompt from cache", cached, words.count(run.cached_tokens), rows, _bar(hit, BLUE), escape(cached.note)),
+        _tile("Prompt from cache", cached, words.count(run.cached_tokens), rows, _bar(hit, BLUE),
+              *map(escape, cached.note.split(" · ", 1))),
         _tile("Vision tower", tower, tower.value, calls, _bar(kept, PALE_BLUE), escape(tower.note)),
         _tile("Drafts accepted", drafts, drafts.value, f"{rounds.value} tokens a round" if rounds.note else "",
               _bar(run.stats["acceptance"], GREEN), escape(drafts.note), escape(rounds.note)),

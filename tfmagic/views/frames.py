@@ -120,6 +120,8 @@ def head_of(run: Run, tallies: list[Tally]) -> dict[str, Any]:
         "prefilled": run.prefilled,
         "cached": run.cached_tokens,
         "source": run.cache_source,
+        "miss": run.miss,
+        "settled": run.settled,
         "pictures": [[p.name, p.width, p.height, p.start, p.tokens, p.kept] for p in run.pictures],
         "tower": run.tower_calls,
         "encoded": run.images_encoded,

@@ -179,12 +179,13 @@ function drawFirst(tile, story) {
 }
 
 function drawCache(tile, story) {
-  const { cached, rows, source, prefilled } = story.head;
+  const { cached, rows, source, prefilled, settled, miss } = story.head;
   if (cached == null || rows == null) return tile.draw(DASH, rows == null ? "" : `of ${many(rows, "row")}`, [], "");
   const sources = { ram: "from RAM", disk: "from disk", exact: "from RAM, the whole prompt" };
-  const words = `${sources[source] ?? "no kept state matched"}; ${many(rows - cached, "row")}`;
+  const from = `${sources[source] ?? "no kept state matched"}${settled ? `, ${count(settled)} settled while idle` : ""}`;
+  const work = `${many(rows - cached, "row")} ${prefilled < rows ? "to compute" : "computed"}`;
   const bars = [["cached", cached / rows]];
-  tile.draw(count(cached), `of ${many(rows, "row")}`, bars, `${words} ${prefilled < rows ? "to compute" : "computed"}`);
+  tile.draw(count(cached), `of ${many(rows, "row")}`, bars, `${from}; ${work}${miss ? ` · ${miss}` : ""}`);
 }
 
 function drawTower(tile, story) {

@@ -41,7 +41,6 @@ def status(state) -> Table:
     """The engine's state (`protocol.State`); None: no engine runs."""
     if state is None:
         return Table([], [], list, "No engine is running. %tfold start starts one; so does %%tfold.")
-    used, budget = words.size(state.cache_bytes), words.size(state.cache_budget)
     rows = [
         ("engine", state.phase if state.phase == "ready" else f"{state.phase}: {state.detail}"),
         ("process", str(state.pid)),
@@ -49,11 +48,25 @@ def status(state) -> Table:
         ("device", state.device or words.DASH),
         ("up for", words.ms(1e3 * max(0.0, time.time() - state.started))),
         ("runs", f"{state.runs:,} kept, {state.running} running, {state.waiting} waiting"),
-        ("prompt cache", f"{words.plural(state.cache_states, 'state')}, {used} of {budget}"),
+        ("prompt cache", words.cache(state)),
         ("memory", words.size(state.memory)),
         ("context", words.DASH if state.context is None else f"{state.context:,} tokens"),
     ]
     return Table(rows, ["", ""], list)
+
+
+def cache(held) -> Table:
+    """What is kept where (`protocol.Holdings`): a line a place, then its states, the most recently used first."""
+    rows = []
+    for shelf in held.shelves:
+        states = [state for state in held.states if state.where == shelf.where]
+        more = f", the last {len(states)} of them here" if len(states) < shelf.states else ""
+        total = f"{words.size(shelf.bytes)} of {words.size(shelf.budget)}"
+        counts = [f"{n:,} {name}" for name, n in shelf.counts.items() if n and name != "bytes_written"]
+        about = " · ".join([shelf.directory, *counts]) if shelf.directory else ""
+        rows.append([shelf.where, words.plural(shelf.states, "state") + more, total, "", about])
+        rows += [["", f"{s.rows:,} rows", words.size(s.bytes), _ago(s.made), s.label] for s in states]
+    return Table(rows, ["where", "what", "size", "kept", "whose"], list)
 
 
 def runs(records: list) -> Table:
@@ -79,7 +92,7 @@ def _row(tag: str, cells: list[str]) -> str:
 def _run(run) -> list[str]:
     return [
         run.id,
-        words.ms(1e3 * max(0.0, time.time() - run.created)) + " ago",
+        _ago(run.created),
         run.status,
         f"{run.chat}, turn {run.turn}" if run.chat else words.DASH,
         str(len(run.streams) or words.DASH),
@@ -88,6 +101,13 @@ def _run(run) -> list[str]:
         words.count(run.cached_tokens),
         run.prompt,
     ]
+
+
+def _ago(when: float) -> str:
+    seconds = max(0.0, time.time() - when)
+    if seconds < 3600:
+        return f"{words.ms(1e3 * seconds)} ago"
+    return f"{seconds / 3600:.1f} h ago" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days ago"
 
 
 def _line(text: str, limit: int = 48) -> str:

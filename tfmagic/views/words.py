@@ -113,12 +113,28 @@ def facts(run: Run) -> list[Fact]:
     ]
 
 
+def cache(state) -> str:
+    """The prompt cache in `protocol.State`: `12 states, 34.0 MiB of 1.0 GiB (2.8 MiB each) · 5 hits, 3 misses …`"""
+    held = f"{plural(state.cache_states, 'state')}, {size(state.cache_bytes)} of {size(state.cache_budget)}"
+    if state.cache_states:
+        held += f" ({size(state.cache_bytes / state.cache_states)} each)"
+    counts, said = state.cache_counts, []
+    if counts:
+        said = [f"{plural(counts['hits'], 'hit')}, {counts['misses']:,} missed, {counts['evicted']:,} evicted"]
+        said[0] += f" ({counts['extended']:,} of them extended)" if counts["extended"] else ""
+        said[0] += "".join(f", {counts[name]:,} {name}" for name in ("refused", "failed") if counts[name])
+    settling = f"{state.settling} to settle while idle" if state.settling else ""
+    return " · ".join(part for part in (held, *said, settling, state.cache_note) if part)
+
+
 def _source(run: Run) -> str:
     if run.cached_tokens is None:
         return ""
     computed = "" if run.prompt_tokens is None else f"{run.prompt_tokens - run.cached_tokens:,} computed"
     where = {"ram": "from RAM", "disk": "from disk", "exact": "the whole prompt was kept", None: "nothing kept fitted"}
-    return ", ".join(word for word in (where[run.cache_source], computed) if word)
+    settled = f"{run.settled:,} of them settled while idle" if run.settled else ""
+    line = ", ".join(word for word in (where[run.cache_source], settled, computed) if word)
+    return f"{line} · {run.miss[:400]}" if run.miss else line
 
 
 def _images(run: Run) -> str:

@@ -1,7 +1,7 @@
 """The text model's two passes over rows.
 
-The prompt pass takes one sequence in 64-row chunks, the round pass windows of many sequences in single steps. A row
-takes the same arithmetic whatever else is in its pass: see `kernels.exact`.
+The prompt pass takes rows of one or many sequences in 64-row chunks, the round pass windows of many sequences in
+single steps. A row takes the same arithmetic whatever else is in its pass: see `kernels.exact`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ class Moved(NamedTuple):
     journal: delta.Journal
 
 
+Moves = list[tuple[Recurrence, tuple[Tensor, Tensor]]]
+"""What a prompt pass did: recurrences and their new (S, conv)."""
+
+
 class Change(NamedTuple):
     """What a round did: for each Gated DeltaNet layer, one `Moved` a group."""
 
@@ -78,29 +82,40 @@ class Forward:
         return rms_linear(x, self.w.head, self.t.eps)
 
     def prompt_pass(
-        self, state: State, x: Tensor, positions: Tensor, marks: list[int]
-    ) -> tuple[Tensor, dict[int, State]]:
-        """Rows state.rows, ... of one prompt; state.rows must be a multiple of 64. x [L, D], positions [3, L].
+        self, states: list[State], lengths: list[int], x: Tensor, positions: Tensor, marks: list[list[int]]
+    ) -> tuple[Tensor, list[dict[int, State]], Moves]:
+        """The next rows of each prompt, one prompt's after another's: x [L, D], positions [3, L], L = sum(lengths).
+        Every state.rows must be a multiple of 64. States are not moved; `move` does that.
 
-        Returns the residual rows [L, D] and, for each of `marks` (multiples of 64 inside the pass), the state after so
-        many rows: a view, to be copied by `named` before the sequence is run anew.
+        Returns the residual rows [L, D], what `move` needs and, for each prompt's `marks` (multiples of 64 among its
+        rows), the state after so many rows: a view, to be copied by `named` before the sequence is run anew.
         """
-        start, rows = state.rows, len(x)
-        if start % delta.CHUNK:
-            raise ValueError(f"a prompt pass starts at a multiple of {delta.CHUNK}, not at row {start}")
+        starts = [state.rows for state in states]
+        if any(start % delta.CHUNK for start in starts):
+            raise ValueError(f"a prompt pass starts at a multiple of {delta.CHUNK}, not at rows {starts}")
         cos, sin = rotary.tables(positions, self.inverse, self.axis)
-        kept = {mark: state.at(mark) for mark in marks}
+        kept = [{mark: state.at(mark) for mark in wanted} for state, wanted in zip(states, marks)]
+        stops = [[mark - start for mark in wanted] for start, wanted in zip(starts, marks)]
+        moves: Moves = []
         for i, layer in enumerate(self.w.layers):
-            held = state.layers[i]
-            if isinstance(held, Keys):
-                h = self.attend(x, layer.mixer, [held], [start], [rows], cos, sin)
+            held = [state.layers[i] for state in states]
+            if isinstance(layer.mixer, Attention):
+                h = self.attend(x, layer.mixer, held, starts, lengths, cos, sin)
             else:
-                h, at_marks = self.chunks(x, layer.mixer, held, {mark - start for mark in marks})
-                for mark in marks:
-                    kept[mark].layers[i].S, kept[mark].layers[i].conv = at_marks[mark - start]
+                h, ends, at_marks = self.chunks(x, layer.mixer, held, lengths, stops)
+                moves += zip(held, ends)
+                for views, wanted, found in zip(kept, marks, at_marks):
+                    for mark, moved in zip(wanted, found):
+                        views[mark].layers[i].S, views[mark].layers[i].conv = moved
             x = self.feed(x + h, layer)
-        state.rows = start + rows
-        return x, kept
+        return x, kept, moves
+
+    def move(self, states: list[State], lengths: list[int], moves: Moves) -> None:
+        """Move each state over its rows of a prompt pass."""
+        for recurrence, moved in moves:
+            recurrence.S, recurrence.conv = moved
+        for state, rows in zip(states, lengths):
+            state.rows += rows
 
     def round_pass(self, states: list[State], windows: list[list[int]]) -> tuple[Tensor, Change]:
         """One window of ids a sequence, each at its state's end. States are not moved; `commit` does that.
@@ -163,15 +178,22 @@ class Forward:
         return linear(out * sigmoid(gate.reshape(len(x), -1)), w.out)
 
     def chunks(
-        self, x: Tensor, w: Delta, held: Recurrence, marks: set[int]
-    ) -> tuple[Tensor, dict[int, tuple[Tensor, Tensor]]]:
-        """Gated DeltaNet over prompt rows; moves `held`. Also {m: (S, conv) after m rows} for m in `marks`."""
+        self, x: Tensor, w: Delta, held: list[Recurrence], lengths: list[int], stops: list[list[int]]
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]], list[list[tuple[Tensor, Tensor]]]]:
+        """Gated DeltaNet over each sequence's prompt rows; moves nothing. Also (S, conv) after a sequence's last row,
+        and after the first n rows for each n of its `stops`."""
         m, z, b, a = rms_linear(x, w.inputs, self.t.eps).split(w.inputs.sizes, -1)
-        m = torch.cat([held.conv, m])
-        o, S, at = delta.chunks(held.S, *self.gates(delta.convolve(m, w.taps), b, a, w), marks)
         taps = self.t.conv - 1
-        held.S, held.conv = S, m[len(m) - taps :]
-        return self.gated(o, z, w), {mark: (at[mark], m[mark : mark + taps]) for mark in marks}
+        fed = [torch.cat([one.conv, rows]) for one, rows in zip(held, m.split(lengths))]
+        convolved = torch.cat([delta.convolve(rows, w.taps) for rows in fed])
+        gates = [part.split(lengths) for part in self.gates(convolved, b, a, w)]
+        outs, ends, at_stops = [], [], []
+        for one, rows, wanted, *inputs in zip(held, fed, stops, *gates):
+            o, S, at = delta.chunks(one.S, *inputs, set(wanted))
+            outs.append(o)
+            ends.append((S, rows[len(rows) - taps :]))
+            at_stops.append([(at[stop], rows[stop : stop + taps]) for stop in wanted])
+        return self.gated(torch.cat(outs), z, w), ends, at_stops
 
     def steps(
         self, x: Tensor, w: Delta, i: int, held: list[Recurrence], groups: list[Group]

@@ -20,9 +20,13 @@ class Model:
 
     grain = 64
     """A prompt pass may start, and a state be kept, at multiples of it."""
+    PACKED = {"cpu": 512}
+    """Rows of short prompts that share a prompt pass, by kind of device: a CPU gains little by it, and while a pass
+    runs, nothing else does."""
 
     def __init__(self, checkpoint, device: torch.device | str = "cpu", context: int | None = None):
         self.device = torch.device(device)
+        self.packed = self.PACKED.get(self.device.type, 4096)
         self.config = config.read(checkpoint.config, checkpoint.tied)
         tensors = checkpoint.tensors()
         self.text = Forward(self.config.text, weights.read_text(tensors, self.config, self.device), self.device)
@@ -58,18 +62,35 @@ class Model:
         return tower.encode(patches.to(self.device), grid, self.config.vision, self.eyes)
 
     @torch.inference_mode()
+    def prompt_passes(
+        self, parts: list[tuple[State, list[int], dict[int, Tensor], Tensor, list[int]]]
+    ) -> list[tuple[Tensor, dict[int, State]]]:
+        """The next rows of several prompts, each (state, ids, features, positions int64 [3, rows], marks), in one pass
+        that gives each what it gives alone. A pass that fails has moved no state.
+
+        `features`: first row (counted from the prompt's start) -> rows to put there in place of embeddings.
+        Returns for each the last row's logits float32 [V] and the states at its marks.
+        """
+        states, ids, features, positions, marks = zip(*parts)
+        lengths = [len(rows) for rows in ids]
+        x = self.text.embed([id for rows in ids for id in rows])
+        for rows, one, laid in zip(x.split(lengths), states, features):
+            lay(rows, one.rows, laid)
+        positions = torch.cat(positions, 1).to(self.device)
+        x, kept, moves = self.text.prompt_pass(list(states), lengths, x, positions, list(marks))
+        logits = self.text.logits(x[(torch.tensor(lengths).cumsum(0) - 1).to(self.device)])
+        self.text.move(list(states), lengths, moves)
+        return list(zip(logits, kept))
+
     def prompt_pass(
         self, state: State, ids: list[int], features: dict[int, Tensor], positions: Tensor, marks: list[int]
     ) -> tuple[Tensor, dict[int, State]]:
-        """Prompt rows from state.rows on. `features`: first row (counted from the prompt's start) -> rows to put there
-        in place of embeddings. Returns the last row's logits float32 [V] and the states at `marks`."""
-        x, start = self.text.embed(ids), state.rows
-        for first, rows in features.items():
-            low, high = max(first, start), min(first + len(rows), start + len(ids))
-            if low < high:
-                x[low - start : high - start] = rows[low - first : high - first]
-        x, kept = self.text.prompt_pass(state, x, positions.to(self.device), marks)
-        return self.text.logits(x[-1:])[0], kept
+        """`prompt_passes` of one prompt."""
+        return self.prompt_passes([(state, ids, features, positions, marks)])[0]
+
+    def state_bytes(self, rows: int) -> int:
+        """Device memory of one sequence of so many rows, bytes; an upper bound."""
+        return state.room(rows, self.config.text)
 
     @torch.inference_mode()
     def round_pass(self, states: list[State], windows: list[list[int]]) -> tuple[Tensor, Change]:
@@ -80,3 +101,11 @@ class Model:
     def commit(self, states: list[State], change: Change, rows: list[int]) -> None:
         """Move each state over the first `rows` rows of its window."""
         self.text.commit(states, change, rows)
+
+
+def lay(x: Tensor, start: int, features: dict[int, Tensor]) -> None:
+    """Put feature rows into x [L, D], which holds the rows start, start + 1, ... of a prompt."""
+    for first, rows in features.items():
+        low, high = max(first, start), min(first + len(rows), start + len(x))
+        if low < high:
+            x[low - start : high - start] = rows[low - first : high - first]

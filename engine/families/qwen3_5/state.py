@@ -89,6 +89,14 @@ class State:
         return tensors
 
 
+def room(rows: int, t: Text) -> int:
+    """Bytes that a sequence of so many rows takes at most: its keys' storage may be twice what they need."""
+    full, storage = sum(t.full), 2 * rows + STEP
+    keys = full * t.kv_heads * (2 * t.head_dim + 1) * 8 * storage
+    recurrence = t.value_heads * t.key_dim * t.value_dim + (t.conv - 1) * t.channels
+    return keys + (len(t.full) - full) * recurrence * 4
+
+
 def grown(x: Tensor, room: int) -> Tensor:
     """x [KV, n, ...] with its second dimension enlarged to `room`, zeros behind."""
     larger = x.new_zeros(x.shape[0], room, *x.shape[2:])
