@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo lab test quick test-gpu lint clean
+.PHONY: demo lab test long quick test-gpu lint clean
 
 demo: .venv/ready                ## run the quickstart notebook, print its replies and numbers
 	$(BIN)/tfmagic demo
@@ -13,7 +13,11 @@ lab: .venv/ready                 ## open the quickstart in JupyterLab
 
 test: .venv/ready                ## every test that needs no GPU
 	$(BIN)/ruff check .
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu and not long"
+
+long: .venv/ready                ## thousands of random schedules, then a five-minute soak: about 40 minutes
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m long
+	$(BIN)/python -m tests.soak 300
 
 quick: .venv/ready               ## the tests that take seconds
 	OMP_NUM_THREADS=1 $(BIN)/pytest

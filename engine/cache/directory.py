@@ -37,6 +37,8 @@ NAME = re.compile(r"([0-9a-f]{32})-([0-9]{1,9})\.(learned|spilled)")
 PART = re.compile(r"\..*\.part")
 STALE = 7 * 86400
 """Seconds without use after which a namespace of the same model and device, but of another build, is removed."""
+NEWBORN = 60.0
+"""Seconds that an empty partial file is left alone."""
 RECOUNT = 60.0
 """Seconds after which is looked again what other engines did."""
 YEAR = 365 * 86400 * 10**9
@@ -191,7 +193,7 @@ class Directory:
         part = f".{name}.{os.getpid()}-{secrets.token_hex(4)}.part"
         fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | FILE, 0o600, dir_fd=self._held)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # while it is held, the file is nobody's leftover
+            fcntl.flock(fd, fcntl.LOCK_EX)  # while it is held, the file is nobody's leftover
             size = sum(write_all(fd, piece) for piece in pieces)
             os.fsync(fd)
             os.rename(part, name, src_dir_fd=self._held, dst_dir_fd=self._held)
@@ -268,14 +270,15 @@ class Directory:
         return True
 
     def _drop_parts(self, namespace: Path) -> int:
-        """Partial files whose writer is gone: a living one holds a lock."""
+        """Partial files whose writer is gone: a living one holds a lock, or has made the file just now."""
         dropped = 0
         for path in namespace.iterdir():
             if PART.fullmatch(path.name) and (fd := locked(path)) is not None:
-                with contextlib.suppress(FileNotFoundError):
-                    path.unlink()
+                if not newborn(fd):
+                    with contextlib.suppress(FileNotFoundError):
+                        path.unlink()
+                    dropped += 1
                 os.close(fd)
-                dropped += 1
         return dropped
 
     def _drop_stale(self, namespace: Path) -> bool:
@@ -307,6 +310,12 @@ def locked(path: Path, flags: int = os.O_RDONLY | FILE) -> int | None:
         os.close(fd)
         return None
     return fd
+
+
+def newborn(fd: int) -> bool:
+    """Whether a partial file's writer may be about to lock it: nothing is written before that."""
+    status = os.fstat(fd)
+    return status.st_size == 0 and time.time() - status.st_mtime < NEWBORN
 
 
 def write_all(fd: int, piece: bytes | memoryview) -> int:

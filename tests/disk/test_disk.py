@@ -533,11 +533,14 @@ def test_unfinished_files_are_dropped_at_the_start_but_not_a_living_writer_s(she
 
     here = shelf.kept(state(64))
     dead, living = (here.directory.path / f".{name}.learned.1-ab.part" for name in ("dead", "living"))
+    newborn = here.directory.path / ".newborn.learned.1-ab.part"
     dead.write_bytes(b"x")
+    newborn.touch()
     with open(living, "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         shelf.kept(state(64, first=4))
         assert living.exists() and not dead.exists() and "1 unfinished files" in shelf.lines[-1]
+        assert newborn.exists(), "its writer may be about to lock it"
 
 
 def test_held_and_clear(shelf):

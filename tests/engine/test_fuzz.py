@@ -281,7 +281,7 @@ def test_schedules(world, tmp_path):
     assert all(counts[what] for what in MUST_HAPPEN), f"every kind of thing must happen: {counts}"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("batch", range(20))
 def test_thousands_of_schedules(world, tmp_path, batch):
     counts = many(world, tmp_path, range(1000 + 100 * batch, 1100 + 100 * batch))
