@@ -48,7 +48,7 @@ def status(state) -> Table:
         ("device", state.device or words.DASH),
         ("up for", words.ms(1e3 * max(0.0, time.time() - state.started))),
         ("runs", f"{state.runs:,} kept, {state.running} running, {state.waiting} waiting"),
-        ("prompt cache", words.cache(state)),
+        *zip(("prompt cache", "", "", ""), words.cache(state).split(" · ")),
         ("memory", words.size(state.memory)),
         ("context", words.DASH if state.context is None else f"{state.context:,} tokens"),
     ]
