@@ -161,3 +161,11 @@ def test_a_run_of_many_positions_is_bounded():
     run = full(1)
     run.streams[0].rounds = [Round(20.0, 64, 64, 65, "copy")]
     assert len(re.findall("100 %", card.render(run))) <= card.POSITIONS + 2
+
+
+def test_a_run_stopped_in_its_prompt_shows_how_far_it_came():
+    run = full(1)
+    run.status, run.cached_tokens, run.cache_source, run.prefilled, run.pictures = "stopped", 64, "ram", 2064, []
+    html = card.render(run)
+    assert "2,000 computed" in html and "rows 64–2,063 computed" in html and "rows 2,064–4,202 not reached" in html
+    assert "from RAM, 2,000 computed" in html

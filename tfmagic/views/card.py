@@ -27,6 +27,7 @@ POSITIONS = 16
 LINE = "1px solid rgba(128,128,128,0.28)"
 RED, GREY = "#d9493d", "#8c959f"
 PALE_GREEN, PALE_BLUE, FAINT_GREEN = GREEN + "80", BLUE + "80", GREEN + "40"
+FAINT = GREY + "30"
 QUIET = "opacity:0.72;font-size:0.86em"
 PROSE = "white-space:pre-wrap;word-break:normal;overflow-wrap:break-word;"
 """Lines break between words; JupyterLab's own rule for pre breaks inside them."""
@@ -119,13 +120,14 @@ def _strip(run: Run) -> str:
     cells = []
     for start, end, picture in _segments(run):
         kept = cached is not None and end <= cached
-        colour = BLUE if kept else GREEN
-        label = f"rows {start:,}–{end - 1:,} {'from cache' if kept else 'computed'}"
-        if picture is not None:
+        done = kept or end <= run.prefilled
+        colour = BLUE if kept else GREEN if done else FAINT
+        label = f"rows {start:,}–{end - 1:,} {'from cache' if kept else 'computed' if done else 'not reached'}"
+        if picture is not None and done:
             colour = f"{PALE_BLUE if kept else PALE_GREEN};border:1px solid {colour};box-sizing:border-box"
             label += f", picture {picture + 1}"
         cells.append((100 * (end - start) / rows, colour, label))
-    computed = words.count(None if cached is None else rows - cached)
+    computed = words.count(None if cached is None else run.prefilled - cached)
     told = [
         f"{_square(BLUE)} {words.count(cached)} rows from cache {_square(GREEN)} {computed} computed",
         *(_picture(run, i) for i in range(min(len(run.pictures), PICTURES))),
@@ -137,8 +139,8 @@ def _strip(run: Run) -> str:
 
 
 def _segments(run: Run) -> Iterator[tuple[int, int, int | None]]:
-    """(start row, end row, picture or None), cut where a picture or the cache begins or ends."""
-    marks = {0, run.prompt_tokens, min(run.cached_tokens or 0, run.prompt_tokens)}
+    """(start row, end row, picture or None), cut where a picture, the cache or the prompt pass begins or ends."""
+    marks = {0, run.prompt_tokens, min(run.cached_tokens or 0, run.prompt_tokens), run.prefilled}
     pictures = run.pictures[:PICTURES]
     for picture in pictures:
         marks |= {picture.start, picture.start + picture.tokens}

@@ -130,7 +130,7 @@ def cache(state) -> str:
 def _source(run: Run) -> str:
     if run.cached_tokens is None:
         return ""
-    computed = "" if run.prompt_tokens is None else f"{run.prompt_tokens - run.cached_tokens:,} computed"
+    computed = f"{run.prefilled - run.cached_tokens:,} computed"
     where = {"ram": "from RAM", "disk": "from disk", "exact": "the whole prompt was kept", None: "nothing kept fitted"}
     settled = f"{run.settled:,} of them settled while idle" if run.settled else ""
     line = ", ".join(word for word in (where[run.cache_source], settled, computed) if word)
