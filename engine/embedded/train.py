@@ -2,9 +2,9 @@
 
     python -m tfmagic.engine.embedded.corpora .data/corpus.json.gz      # once: fetch the texts
     python -m tfmagic.engine.embedded.tokenizer                         # once: make the tokenizer
-    python -m tfmagic.engine.embedded.train --out /tmp/x --seconds 1000
-    python -m tfmagic.engine.embedded.train --out /tmp/x --seconds 1000 --resume
-    python -m tfmagic.engine.embedded.train --out /tmp/y --seconds 175 --start engine/embedded/model --peak 0.3
+    python -m tfmagic.engine.embedded.train --out out --seconds 1000
+    python -m tfmagic.engine.embedded.train --out out --seconds 1000 --resume
+    python -m tfmagic.engine.embedded.train --out out2 --seconds 175 --start engine/embedded/model --peak 0.3
 
 The schedule follows the time trained, not a step count: warm-up, flat, cosine to 1 %. Every minute the whole
 state goes to `OUT/state.pt`; bf16 weights go to `OUT/model` every other minute and at the end. Without a GPU
