@@ -123,12 +123,20 @@ class Chat:
 class Chats:
     """Conversations by name. A turn is added when its run ends; a failed run leaves its chat as it was."""
 
-    def __init__(self, count: int = 100, size: int = 512 * MIB):
+    def __init__(self, count: int = 1000, size: int = 512 * MIB):
         self.count, self.size = count, size
         self.chats: OrderedDict[str, Chat] = OrderedDict()
+        self.dropped: OrderedDict[str, None] = OrderedDict()
+        """Names of the chats that went for others' room, as many as chats are kept: who goes on with one is told."""
 
     def begin(self, ask: Submit) -> Chat:
         """The chat that the submission continues, made if new. Raises Refusal when it may not be continued now."""
+        if ask.chat in self.dropped:
+            del self.dropped[ask.chat]
+            raise Refusal(
+                f"The chat {ask.chat!r} is not kept any more: {self.count:,} newer ones, or {self.size // MIB} MiB, are.",
+                "Hand in its turns as messages=, or run again to begin it anew.",
+            )
         chat = self.chats.get(ask.chat) or Chat()
         if chat.running:
             raise Refusal(
@@ -176,6 +184,9 @@ class Chats:
             if len(self.chats) <= self.count and size <= self.size:
                 break
             size -= _bytes(self.chats.pop(name))
+            self.dropped[name] = None
+        while len(self.dropped) > self.count:
+            self.dropped.popitem(last=False)
 
 
 def _bytes(chat: Chat) -> int:

@@ -94,6 +94,17 @@ def test_a_turn_is_added_unless_it_failed_or_said_nothing():
     assert [m.parts[0].text for m in chats.chats["t"].messages] == ["one", "half"] and chats.chats["t"].turns == 1
 
 
+def test_who_goes_on_with_a_dropped_chat_is_told_once():
+    chats = Chats(count=2)
+    for name in "abc":
+        talk(chats, name, "hello")
+    with pytest.raises(Refusal, match=r"(?s)'a' is not kept any more.*begin it anew"):
+        talk(chats, "a", "and then?")
+    assert set(chats.chats) == {"b", "c"}
+    talk(chats, "a", "and then?")
+    assert chats.chats["a"].turns == 1 and list(chats.dropped) == ["b"]
+
+
 def test_chats_are_bounded_and_the_newest_stay():
     chats = Chats(count=2)
     for name in ("a", "b", "c"):
