@@ -134,7 +134,7 @@ class Chats:
         if ask.chat in self.dropped:
             del self.dropped[ask.chat]
             raise Refusal(
-                f"The chat {ask.chat!r} is not kept any more: {self.count:,} newer ones, or {self.size // MIB} MiB, are.",
+                f"The chat {ask.chat!r} is not kept any more: {self.count:,} newer ones or {self.size // MIB} MiB are.",
                 "Hand in its turns as messages=, or run again to begin it anew.",
             )
         chat = self.chats.get(ask.chat) or Chat()

@@ -101,7 +101,8 @@ class Storm:
         name = rng.choice(free) if free and rng.random() < 0.8 else f"chat-{len(self.chats)}"
         history = list(self.chats.setdefault(name, []))
         content: list = [rng.choice(QUESTIONS)]
-        if rng.random() < 0.3:
+        seen = sum(len(turn["content"]) - 1 for turn in history if turn["role"] == "user")
+        if rng.random() < 0.3 and seen < 4:  # the engine reads no more in one conversation
             content.insert(0, picture(rng.randrange(6)))
         params = {"max_tokens": rng.choice([4, 12, 24]), "temperature": rng.choice([0, 1]), "seed": rng.randrange(9)}
         streams = rng.choice([1, 1, 1, 2, 4])
