@@ -1,4 +1,4 @@
-"""Speeds of the embedded model in this process: `python -m tests.engine.bench`. Best of three, one line each."""
+"""Speeds of the embedded model in this process: `python -m tests.bench.engine`. Best of three, one line each."""
 
 from __future__ import annotations
 
