@@ -158,7 +158,9 @@ def test_the_status_line_is_not_chatty(notebook, page):
     )
     book.run(0)
     said = page.evaluate("() => { listener.disconnect(); return said }")
-    assert said[:3] == ["Queued", "Reading the prompt", "Replying"] and len(said) <= 4
+    if said[0] == "Queued":  # on a busy machine it may be over before it is drawn
+        said = said[1:]
+    assert said[:2] == ["Reading the prompt", "Replying"] and len(said) <= 3
 
 
 def test_the_prompt_is_drawn_as_it_is_computed(notebook, page):
