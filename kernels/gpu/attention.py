@@ -1,0 +1,510 @@
+"""Causal attention over paged keys: `prompt_attention` for packed prompts, `round_attention` for windows of streams.
+
+softmax(scale · q kᵀ) v, query head h on kv head h // (H / KV). Keys are walked at absolute positions, so a row's bits
+follow from its own position and keys alone.
+
+Prompt rows: 64-key tiles from position 0 on, each folded into a running maximum, sum and mix.
+
+Window rows: a row at position p takes the keys 0 .. p - 16 from the pages in 512-key chunks, eight 64-key tiles each,
+and the keys p - 15 .. p in one piece behind them, each from its page or, inside the window, from the row's own
+ancestor. The cut follows from p, so a row alone, in a chain and in a tree comes to the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .common import INTERPRETED, cdiv, dot, jit, launchable, power_of_two, processors, tl
+from .packing import ROWS, STREAMS, Prompts, Windows, locate
+from .pages import PAGE, Rows
+
+TILE = 64
+"""Keys folded in at once."""
+
+
+class Partials(NamedTuple):
+    """What `round_attention` holds of each 512-key chunk until its end."""
+
+    mix: Tensor
+    """float32 [chunks · R · H, d]: values mixed by exp(score - top)."""
+    stats: Tensor
+    """float32 [2, chunks · R · H]: the chunk's top score, before scaling, and the sum of the weights."""
+    chunks: int
+
+
+def prompt_attention(
+    q: Tensor,
+    pages: Rows,
+    table: Tensor,
+    prompts: Prompts,
+    scale: float | None = None,
+    window: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention of packed prompt rows over their sequences' pages, which hold their own keys already.
+
+    q bf16 [L, H, d]; pages of one layer [pages, KV, 512, d]; table int32 [slots, most pages]; scale: d^-0.5 unless
+    given; window: a row sees that many keys, itself included (0: all). Returns bf16 [L, H, d].
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out = torch.empty_like(q) if out is None else out
+    if launchable(q):
+        return _launch_prompt(q, pages, table, prompts, scale, window, out)
+    return prompt_attention_twin(q, pages, table, prompts, scale, window, out)
+
+
+def round_attention(
+    q: Tensor,
+    rows: Rows,
+    pages: Rows,
+    table: Tensor,
+    slots: Tensor,
+    committed: Tensor,
+    windows: Windows,
+    partials: Partials,
+    scale: float | None = None,
+    window: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention of the rows of S windows, each over its stream's pages and its own ancestors in the window.
+
+    q bf16 [S, R, H, d]; rows: the windows' keys and values as `pages.stored` gives them [S, R, KV, d]; pages of one
+    layer; table int32 [slots, most pages]; slots, committed int32 [S]: each stream's slot and rows before the window;
+    window: 0 or at least 16. Returns bf16 [S, R, H, d], zeros for rows not in use.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if 0 < window < ROWS:
+        raise ValueError(f"a sliding window of {window} keys is shorter than {ROWS}")
+    out = torch.empty_like(q) if out is None else out
+    if launchable(q):
+        return _launch_round(q, rows, pages, table, slots, committed, windows, partials, scale, window, out)
+    return round_attention_twin(q, rows, pages, table, slots, committed, windows, scale, window, out)
+
+
+def partials(S: int, R: int, heads: int, dim: int, chunks: int, device: torch.device | str) -> Partials:
+    """Room for `round_attention` of up to S windows of R rows: `chunks` is the most 512-key chunks that the streams'
+    committed rows fill together, a page that streams share counting once for each. One is enough for all layers.
+    (On a CPU the twin needs none.)"""
+    if not INTERPRETED and torch.device(device).type == "cpu":
+        chunks = 0
+    room = chunks * R * heads
+    return Partials(torch.empty(room, dim, device=device), torch.empty(2, room, device=device), chunks)
+
+
+def keys_of(pages: Rows, table: Tensor, slot: int, n: int) -> tuple[Tensor, Tensor]:
+    """The first n keys and values of a sequence, float64 [KV, n, d]."""
+    held = table[slot, : cdiv(n, PAGE)].long()
+    wide = []
+    for x, scale in ((pages.k, pages.k_scale), (pages.v, pages.v_scale)):
+        rows = x[held].to(torch.float64)
+        if scale is not None:
+            rows = rows * scale[held][..., None]
+        wide.append(rows.transpose(0, 1).flatten(1, 2)[:, :n])
+    return wide[0], wide[1]
+
+
+def softmax_mix(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
+    """float64 q [L, H, d] over k, v [KV, n, d]; seen bool [L, n]: [L, H, d]."""
+    rows, heads, d = q.shape
+    grouped = q.double().view(rows, len(k), -1, d).permute(1, 2, 0, 3)
+    scores = (grouped @ k[:, None].transpose(-1, -2) * scale).masked_fill(~seen, -math.inf)
+    return (scores.softmax(-1) @ v[:, None]).permute(2, 0, 1, 3).reshape(rows, heads, d)
+
+
+def prompt_attention_twin(
+    q: Tensor, pages: Rows, table: Tensor, prompts: Prompts, scale: float, window: int, out: Tensor
+) -> Tensor:
+    """Full blocks of 64 rows anchored at row 0, so that a product's shape follows from the rows' positions."""
+    for slot, start, rows in prompts.parts():
+        k, v = keys_of(pages, table, slot, start + cdiv(rows.stop - rows.start, TILE) * TILE)
+        for first in range(rows.start, rows.stop, TILE):
+            last, place = min(first + TILE, rows.stop), start + first - rows.start
+            n = place + TILE
+            block = q.new_zeros(TILE, *q.shape[1:])
+            block[: last - first] = q[first:last]
+            at, key = torch.arange(place, n)[:, None], torch.arange(n)
+            seen = (key <= at) & (key > at - (window or n))
+            past = key[:, None] < start + rows.stop - rows.start
+            mixed = softmax_mix(block, k[:, :n].where(past, 0), v[:, :n].where(past, 0), seen, scale)
+            out[first:last] = mixed[: last - first].to(out.dtype)
+    return out
+
+
+def round_attention_twin(
+    q: Tensor,
+    rows: Rows,
+    pages: Rows,
+    table: Tensor,
+    slots: Tensor,
+    committed: Tensor,
+    windows: Windows,
+    scale: float,
+    window: int,
+    out: Tensor,
+) -> Tensor:
+    """Row by row: the stream's committed keys, then the row's own path."""
+    out.zero_()
+    for s, (slot, start, count) in enumerate(zip(slots.tolist(), committed.tolist(), windows.counts.tolist())):
+        k, v = keys_of(pages, table, slot, start)
+        own = [x[s].double() if y is None else x[s].double() * y[s][..., None] for x, y in
+               ((rows.k, rows.k_scale), (rows.v, rows.v_scale))]  # fmt: skip
+        for r in range(count):
+            path = [a for a in windows.ancestors[s, r].tolist() if a >= 0][::-1]
+            k_all, v_all = (torch.cat([x, y[path].transpose(0, 1)], 1) for x, y in ((k, own[0]), (v, own[1])))
+            n = k_all.shape[1]
+            seen = torch.arange(n)[None] >= n - (window or n)
+            out[s, r] = softmax_mix(q[s, r : r + 1], k_all, v_all, seen, scale)[0].to(out.dtype)
+    return out
+
+
+def _scales(rows: Rows) -> tuple[Tensor, Tensor]:
+    """The scales; without fp8 anything that a kernel may take and not read."""
+    return (rows.k_scale, rows.v_scale) if rows.fp8 else (rows.k, rows.v)
+
+
+def _check(q: Tensor, *others: Tensor | None) -> None:
+    """A kernel is compiled for the alignment it meets, and sums may be ordered by it: it must always be the same."""
+    if q.shape[-1] not in (16, 32, *LAUNCH_PROMPT):
+        raise ValueError(f"attention takes heads of 16, 32, 64, 128, 256 or 512 dimensions, not {q.shape[-1]}")
+    for x in (q, *others):
+        if x is not None and (x.data_ptr() % 16 or not x.is_contiguous()):
+            raise ValueError("attention takes contiguous tensors that start at multiples of 16 bytes")
+
+
+LAUNCH_PROMPT = {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2), 512: (64, 32, 8, 2)}
+"""Head dimension -> query rows of a program, keys of a tile, warps, stages. Not to be chosen by the call: the order of
+a row's sum of weights follows from them."""
+
+
+def _launch_prompt(
+    q: Tensor, pages: Rows, table: Tensor, prompts: Prompts, scale: float, window: int, out: Tensor
+) -> Tensor:
+    L, heads, d = q.shape
+    kv = pages.k.shape[1]
+    _check(q, *pages, out)
+    block, tile, warps, stages = LAUNCH_PROMPT[max(d, 64)]
+    grid = (heads, cdiv(L, block) + prompts.sequences - 1)
+    _prompt[grid](
+        q, pages.k, pages.v, *_scales(pages), table, prompts.slots, prompts.starts, prompts.lengths, out,
+        scale * math.log2(math.e), prompts.sequences, table.shape[1],
+        heads, heads // kv, d, block, tile, PAGE, window, pages.fp8, STREAMS, INTERPRETED,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+@jit
+def _weigh(q, keys, scales, see, top, total, scale,
+           FP8: tl.constexpr, MASKED: tl.constexpr, BY_DOT: tl.constexpr, WIDEN: tl.constexpr):  # fmt: skip
+    """A tile of keys [d, n] against queries [M, d]: (weights [M, n], what fades the sums so far, top [M], total). A key
+    that a row does not see leaves the row's bits alone. Every multiply and add that could be contracted is written as
+    it is to be done, so the masked and the plain form agree. `top` is in units of unscaled scores.
+
+    total: [M], or with BY_DOT [M, 16], the sum in each column, taken by a product with ones: that has the same order
+    of addition for every M, while the order of `tl.sum` follows from the tile's layout.
+    """
+    scores = dot(q, keys, tl.zeros([q.shape[0], keys.shape[1]], tl.float32), WIDEN)
+    if FP8:
+        scores = scores * scales[None, :]
+    if MASKED:
+        scores = tl.where(see, scores, -float("inf"))
+    new = tl.maximum(top, tl.max(scores, 1))
+    level = tl.where(new == -float("inf"), 0.0, new) if MASKED else new
+    offset = level * scale
+    weights = tl.exp2(tl.fma(scores, scale, (0.0 - offset)[:, None]))
+    fade = tl.exp2((top - level) * scale)
+    if BY_DOT:
+        ones = tl.full([keys.shape[1], 16], 1.0, tl.float32).to(tl.bfloat16)
+        total = dot(weights.to(tl.bfloat16), ones, total * fade[:, None], WIDEN)
+    else:
+        total = tl.fma(total, fade, tl.sum(weights, 1))
+    return weights, fade, new, total
+
+
+@jit
+def _mix(weights, values, scales, mix, fade, FP8: tl.constexpr, WIDEN: tl.constexpr):
+    """mix [M, d], faded, and the values [n, d] by their weights."""
+    if FP8:
+        weights = weights * scales[None, :]
+    return dot(weights.to(tl.bfloat16), values, mix * fade[:, None], WIDEN)
+
+
+@jit
+def _wide(x, WIDEN: tl.constexpr):
+    """e4m3 as bf16, exactly. Sign, exponent and mantissa are moved to their places in bf16, four numbers at once, and
+    the exponent's bias is made good by a product with 2^120: a fourth of the time of the GPU's own conversion."""
+    if WIDEN:
+        return x.to(tl.bfloat16)
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d;
+            prmt.b32 a, $2, 0, 0x1404;
+            prmt.b32 b, $2, 0, 0x3424;
+            shr.b32 c, a, 4;
+            shr.b32 d, b, 4;
+            and.b32 c, c, 0x07f007f0;
+            and.b32 d, d, 0x07f007f0;
+            lop3.b32 c, a, 0x80008000, c, 0xea;
+            lop3.b32 d, b, 0x80008000, d, 0xea;
+            mov.b32 a, 0x7b807b80;
+            mul.rn.bf16x2 $0, c, a;
+            mul.rn.bf16x2 $1, d, a;
+            }""",
+            "=r,=r,r",
+            [x.to(tl.int8, bitcast=True)],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+
+
+@jit
+def _tile(x, scales, table, first, limit, head, heads, d: tl.constexpr,
+          TILE: tl.constexpr, PAGE: tl.constexpr, ACROSS: tl.constexpr, FP8: tl.constexpr, CUT: tl.constexpr,
+          WIDEN: tl.constexpr):  # fmt: skip
+    """Keys or values of the places first, first + 1, ... of one kv head, [n, d], or ACROSS [d, n]; and their scales.
+    CUT: places from `limit` on read as zero."""
+    page = tl.load(table + first // PAGE).to(tl.int64)
+    row = (page * heads + head) * PAGE + first % PAGE
+    n, i = tl.arange(0, TILE), tl.arange(0, d)
+    there = first + n < limit
+    at = n[None, :] * d + i[:, None] if ACROSS else n[:, None] * d + i[None, :]
+    if CUT:
+        tile = tl.load(x + row * d + at, mask=there[None, :] if ACROSS else there[:, None], other=0.0)
+    else:
+        tile = tl.load(x + row * d + at)
+    scale = tl.zeros([TILE], tl.float32)
+    if FP8:
+        tile = _wide(tile, WIDEN)
+        scale = tl.load(scales + row + n, mask=there, other=0.0)
+    return tile, scale
+
+
+@jit(do_not_specialize=["n", "most"])
+def _prompt(
+    q, k, v, k_scale, v_scale, table, slots, starts, lengths, out, scale, n, most,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, FP8: tl.constexpr, MOST: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """A program a head and tile of BLOCK rows, the last tiles, which see the most keys, first."""
+    KV: tl.constexpr = HEADS // GROUP
+    head, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    kv = head // GROUP
+    sequence, row, own, tile = locate(lengths, n, tile, BLOCK, MOST)
+    if sequence < n:
+        place = tl.load(starts + sequence) + tile * BLOCK
+        end = tl.load(starts + sequence) + own
+        table += tl.load(slots + sequence).to(tl.int64) * most
+        m, i = tl.arange(0, BLOCK), tl.arange(0, D)
+        at = place + m
+        there = at < end
+        spot = ((row + tile * BLOCK + m).to(tl.int64) * HEADS + head)[:, None] * D + i[None, :]
+        queries = tl.load(q + spot, mask=there[:, None], other=0.0)
+        mix = tl.zeros([BLOCK, D], tl.float32)
+        top = tl.full([BLOCK], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK], tl.float32)
+        low = 0
+        whole = (place + 1) // TILE * TILE  # keys that every row sees
+        if WINDOW:
+            low = tl.maximum(place + 1 - WINDOW, 0) // TILE * TILE
+            whole = low
+        for first in range(low, whole, TILE):
+            keys, ks = _tile(k, k_scale, table, first, end, kv, KV, D, TILE, PAGE, True, FP8, False, WIDEN)
+            weights, fade, top, total = _weigh(
+                queries, keys, ks, there, top, total, scale, FP8, False, False, WIDEN
+            )
+            values, vs = _tile(v, v_scale, table, first, end, kv, KV, D, TILE, PAGE, False, FP8, False, WIDEN)
+            mix = _mix(weights, values, vs, mix, fade, FP8, WIDEN)
+        for first in range(whole, tl.minimum(place + BLOCK, end), TILE):
+            keys, ks = _tile(k, k_scale, table, first, end, kv, KV, D, TILE, PAGE, True, FP8, True, WIDEN)
+            key = first + tl.arange(0, TILE)
+            see = key[None, :] <= at[:, None]
+            if WINDOW:
+                see = see & (key[None, :] > at[:, None] - WINDOW)
+            weights, fade, top, total = _weigh(queries, keys, ks, see, top, total, scale, FP8, True, False, WIDEN)
+            values, vs = _tile(v, v_scale, table, first, end, kv, KV, D, TILE, PAGE, False, FP8, True, WIDEN)
+            mix = _mix(weights, values, vs, mix, fade, FP8, WIDEN)
+        tl.store(out + spot, (mix / total[:, None]).to(tl.bfloat16), mask=there[:, None])
+
+
+def _launch_round(
+    q: Tensor,
+    rows: Rows,
+    pages: Rows,
+    table: Tensor,
+    slots: Tensor,
+    committed: Tensor,
+    windows: Windows,
+    partials: Partials,
+    scale: float,
+    window: int,
+    out: Tensor,
+) -> Tensor:
+    S, R, heads, d = q.shape
+    kv = pages.k.shape[1]
+    if S > STREAMS:
+        raise ValueError(f"a round has {STREAMS} windows at most, not {S}")
+    _check(q, *rows, *pages, out)
+    block = max(power_of_two(R * heads // kv), 16)
+    warps, stages = LAUNCH_BODY[min(block, 128)]
+    shared = (scale * math.log2(math.e), S, R, table.shape[1], heads, heads // kv, d, PAGE, window, pages.fp8)
+    _body[(PROGRAMS * processors(q.device),)](
+        q, pages.k, pages.v, *_scales(pages), table, slots, committed, windows.counts, windows.depths,
+        partials.mix, partials.stats, partials.chunks * R * heads, *shared, block, TILE, ROWS, STREAMS, INTERPRETED,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    _finish[(S * R, heads)](
+        q, rows.k, rows.v, *_scales(rows), pages.k, pages.v, *_scales(pages), table, slots, committed,
+        windows.counts, windows.depths, windows.ancestors, partials.mix, partials.stats, partials.chunks * R * heads,
+        out, *shared, ROWS, STREAMS, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+PROGRAMS = 2
+"""Programs of the body a multiprocessor: each takes chunks until none is left."""
+LAUNCH_BODY = {16: (4, 3), 32: (4, 3), 64: (4, 2), 128: (8, 2)}
+"""Query rows of a program -> warps, stages."""
+
+
+@jit
+def _chunks(committed, counts, S, R, WINDOW: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr):
+    """Of each stream (its first chunk, how many there are): those that any row of a window of R rows may see."""
+    i = tl.arange(0, MOST)
+    rows = tl.load(committed + i, mask=i < S, other=0)
+    used = tl.load(counts + i, mask=i < S, other=0)
+    keys = tl.where(used > 0, tl.maximum(rows + R - ROWS, 0), 0)
+    first = tl.zeros([MOST], tl.int32)
+    if WINDOW:
+        first = tl.maximum(rows + 1 - WINDOW, 0) // PAGE
+    return first, tl.maximum((keys + PAGE - 1) // PAGE - first, 0)
+
+
+@jit(do_not_specialize=["room", "S", "R", "most"])
+def _body(
+    q, k, v, k_scale, v_scale, table, slots, committed, counts, depths, mixes, stats, room, scale, S, R, most,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    FP8: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Programs take the pairs of chunk and kv head in turn; each gives the chunk's mix, top and total of all R · GROUP
+    rows. Lengths are read on the device, so one launch serves any."""
+    KV: tl.constexpr = HEADS // GROUP
+    i = tl.arange(0, MOST)
+    first_chunk, chunks = _chunks(committed, counts, S, R, WINDOW, PAGE, ROWS, MOST)
+    upto = tl.cumsum(chunks, 0)
+    m, e = tl.arange(0, BLOCK), tl.arange(0, D)
+    r, g = m // GROUP, m % GROUP
+    for item in range(tl.program_id(0), tl.minimum(tl.sum(chunks, 0) * KV, room // (R * GROUP)), tl.num_programs(0)):
+        index, head = item // KV, item % KV
+        s = tl.sum((upto <= index).to(tl.int32), 0)
+        chunk = index - tl.sum(tl.where(i < s, chunks, 0), 0) + tl.sum(tl.where(i == s, first_chunk, 0), 0)
+        rows = tl.load(committed + s)
+        own = table + tl.load(slots + s).to(tl.int64) * most
+        at = rows + tl.load(depths + s * R + r, mask=r < R, other=0)
+        spot = ((s * R + r) * HEADS + head * GROUP + g)[:, None] * D + e[None, :]
+        queries = tl.load(q + spot, mask=(r < R)[:, None], other=0.0)
+        mix = tl.zeros([BLOCK, D], tl.float32)
+        top = tl.full([BLOCK], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK, 16], tl.float32)
+        end = tl.minimum((chunk + 1) * PAGE, rows + R - ROWS)
+        for first in range(chunk * PAGE, end, TILE):
+            keys, ks = _tile(k, k_scale, own, first, rows, head, KV, D, TILE, PAGE, True, FP8, True, WIDEN)
+            key = first + tl.arange(0, TILE)
+            see = key[None, :] <= at[:, None] - ROWS
+            if WINDOW:
+                see = see & (key[None, :] > at[:, None] - WINDOW)
+            weights, fade, top, total = _weigh(queries, keys, ks, see, top, total, scale, FP8, True, True, WIDEN)
+            values, vs = _tile(v, v_scale, own, first, rows, head, KV, D, TILE, PAGE, False, FP8, True, WIDEN)
+            mix = _mix(weights, values, vs, mix, fade, FP8, WIDEN)
+        to = item * (R * GROUP) + m
+        tl.store(mixes + to.to(tl.int64)[:, None] * D + e[None, :], mix, mask=(r < R)[:, None])
+        tl.store(stats + to, top, mask=r < R)
+        tl.store(stats + room + to, tl.max(total, 1), mask=r < R)
+
+
+@jit(do_not_specialize=["room", "S", "R", "most"])
+def _finish(
+    q, own_k, own_v, own_k_scale, own_v_scale, k, v, k_scale, v_scale, table, slots, committed,
+    counts, depths, ancestors, mixes, stats, room, out, scale, S, R, most,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    FP8: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """A program a row and head: its chunks' parts, 16 chunks at a time, and its last 16 keys behind them. One compiled
+    form serves every S and R, so its sums have one order."""
+    KV: tl.constexpr = HEADS // GROUP
+    s, r, head = tl.program_id(0) // R, tl.program_id(0) % R, tl.program_id(1)
+    kv = head // GROUP
+    e, j = tl.arange(0, D), tl.arange(0, ROWS)
+    spot = (tl.program_id(0) * HEADS + head) * D + e
+    if r >= tl.load(counts + s):
+        tl.store(out + spot, tl.zeros([D], tl.bfloat16))
+    else:
+        rows = tl.load(committed + s)
+        at = rows + tl.load(depths + s * R + r)
+        query = tl.load(q + spot).to(tl.float32)
+
+        # The tail: places at - 15 .. at, from the window where the row has an ancestor there, else from the pages.
+        place = at - (ROWS - 1) + j
+        ancestor = tl.load(ancestors + (s * R + r) * ROWS + (ROWS - 1 - j))
+        inside = ancestor >= 0
+        before = (ancestor < 0) & (place >= 0)
+        here = ((s * R + ancestor) * KV + kv)
+        page = tl.load(table + tl.load(slots + s).to(tl.int64) * most + place // PAGE, mask=before, other=0)
+        there = (page.to(tl.int64) * KV + kv) * PAGE + place % PAGE
+        keys = _either(own_k, k, here, there, inside, before, e, D)
+        values = _either(own_v, v, here, there, inside, before, e, D)
+        scores = tl.sum(query[None, :] * keys, 1)
+        if FP8:
+            scores = scores * _either_scale(own_k_scale, k_scale, here, there, inside, before)
+        scores = tl.where(inside | before, scores, -float("inf"))
+
+        first_chunk, chunks = _chunks(committed, counts, S, R, WINDOW, PAGE, ROWS, MOST)
+        i = tl.arange(0, MOST)
+        base = tl.sum(tl.where(i < s, chunks, 0), 0) - tl.sum(tl.where(i == s, first_chunk, 0), 0)
+        low = 0
+        if WINDOW:
+            low = tl.maximum(at + 1 - WINDOW, 0) // PAGE
+        high = (tl.maximum(at + 1 - ROWS, 0) + PAGE - 1) // PAGE
+        top = tl.max(scores, 0)
+        c = tl.arange(0, 128)
+        for first in range(low, high, 128):
+            to = ((base + first + c) * KV + kv) * (R * GROUP) + r * GROUP + head % GROUP
+            tops = tl.load(stats + to, mask=first + c < high, other=-float("inf"))
+            top = tl.maximum(top, tl.max(tops, 0))
+
+        mix = tl.zeros([D], tl.float32)
+        total = 0.0
+        for first in range(low // ROWS * ROWS, high, ROWS):
+            valid = (first + j >= low) & (first + j < high)
+            to = ((base + first + j) * KV + kv) * (R * GROUP) + r * GROUP + head % GROUP
+            tops = tl.load(stats + to, mask=valid, other=-float("inf"))
+            sums = tl.load(stats + room + to, mask=valid, other=0.0)
+            parts = tl.load(mixes + to.to(tl.int64)[:, None] * D + e[None, :], mask=valid[:, None], other=0.0)
+            share = tl.exp2((tops - top) * scale)
+            total += tl.sum(share * sums, 0)
+            mix += tl.sum(share[:, None] * parts, 0)
+        weights = tl.exp2(tl.fma(scores, scale, 0.0 - top * scale))
+        total += tl.sum(weights, 0)
+        if FP8:
+            weights = weights * _either_scale(own_v_scale, v_scale, here, there, inside, before)
+        mix += tl.sum(weights[:, None] * values, 0)
+        tl.store(out + spot, (mix / total).to(tl.bfloat16))
+
+
+@jit
+def _either(own, pages, here, there, inside, before, e, D: tl.constexpr):
+    """Rows of the window at `here` where `inside`, of the pages at `there` where `before`, else zeros; float32."""
+    x = tl.load(own + here[:, None] * D + e[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    y = tl.load(pages + there[:, None] * D + e[None, :], mask=before[:, None], other=0.0).to(tl.float32)
+    return tl.where(inside[:, None], x, y)
+
+
+@jit
+def _either_scale(own, pages, here, there, inside, before):
+    return tl.load(own + here, mask=inside, other=0.0) + tl.load(pages + there, mask=before, other=0.0)

@@ -1,0 +1,34 @@
+"""What follows a product while its sums are still in registers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .common import jit, tl
+
+PLAIN, GATED, GELU, GELU_TANH = 0, 1, 2, 3
+"""Nothing; silu(even column) · odd column; GELU; GELU by its tanh form."""
+
+
+@jit
+def finish(y, WHAT: tl.constexpr):
+    """y [rows, columns] float32, after `WHAT` (of the names above); half as many columns where GATED."""
+    if WHAT == 1:
+        gate, up = tl.split(tl.reshape(y, [y.shape[0], y.shape[1] // 2, 2]))
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    elif WHAT == 2:
+        y = 0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476))
+    elif WHAT == 3:
+        # 1 + tanh(u) = 2 / (1 + exp(-2u))
+        y = y / (1.0 + tl.exp(-1.5957691216057308 * (y + 0.044715 * y * y * y)))
+    return y
+
+
+def finish_twin(y: Tensor, what: int, residual: Tensor | None) -> Tensor:
+    """What follows a product, in float64."""
+    if what == GATED:
+        y = torch.nn.functional.silu(y[:, ::2]) * y[:, 1::2]
+    elif what != PLAIN:
+        y = torch.nn.functional.gelu(y, approximate="none" if what == GELU else "tanh")
+    return y if residual is None else y + residual.double()

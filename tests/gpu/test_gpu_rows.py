@@ -1,0 +1,150 @@
+"""Norms, rotation, stored keys and values, and draws on a GPU: against their twins, and a row's bits in any company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tfmagic.engine.sampling import Sampling, draw
+from tfmagic.kernels import rotary
+from tfmagic.kernels.gpu import norm, pages
+from tfmagic.kernels.gpu.rope import gated, norm_rope_write, norm_rope_write_twin, raw, tables
+from tfmagic.kernels.gpu.sample import Rules, embed, sample, sample_twin
+
+pytestmark = pytest.mark.gpu
+
+ROWS = (1, 2, 7, 16, 17, 64, 100, 256)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def random(*shape):
+    return torch.randn(*shape, device="cuda")
+
+
+def close(out, ref):
+    return bool(((out.double() - ref.double()).abs() <= 2**-7 * ref.double().abs() + 1e-3).all())
+
+
+def rowwise(D):
+    w, b, short = 1 + 0.1 * random(D), random(D), (1 + 0.1 * random(128)).bfloat16()
+    o = D // 128, 128
+    return {
+        "rms": (lambda x: norm.rms(x, w, 1e-6), lambda x: norm.rms_twin(x, w, 1e-6)),
+        "layer": (lambda x: norm.layer(x, w, b, 1e-6), lambda x: norm.layer_twin(x, w, b, 1e-6)),
+        "add_rms": (
+            lambda x: norm.add_rms(x, x.flip(1).contiguous(), w, 1e-6)[1],
+            lambda x: norm.rms_twin((x.float() + x.flip(1).float()).bfloat16(), w, 1e-6),
+        ),
+        "gated_rms": (
+            lambda x: norm.gated_rms(x.unflatten(1, o), x, short, 1e-6),
+            lambda x: norm.gated_rms_twin(x.unflatten(1, o), x, short.cuda(), 1e-6),
+        ),
+    }
+
+
+@pytest.mark.parametrize("D", [384, 1152, 4096, 5120, 6144])
+@pytest.mark.parametrize("name", ["rms", "layer", "add_rms", "gated_rms"])
+def test_norms(name, D):
+    f, twin = rowwise(D)[name]
+    x = (3 * random(300, D)).bfloat16()
+    whole = f(x)
+    if name != "gated_rms":
+        assert close(whole, twin(x))
+    else:
+        n = norm.rms_twin(x.unflatten(1, (D // 128, 128)), torch.ones((), device="cuda"), 1e-6)
+        assert (whole.float() - (n.flatten(1) * torch.nn.functional.silu(x.double())).float()).abs().mean() < 0.5
+    for rows in ROWS:
+        assert torch.equal(f(x[:rows]), whole[:rows]) and torch.equal(f(x[30 : 30 + rows]), whole[30 : 30 + rows])
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_rows_are_stored_alike_in_windows_and_pages(fp8):
+    L, heads, kv, d, half = 300, 24, 4, 256, 32
+    qkv = random(L, 2 * (heads + kv) * d).bfloat16()
+    positions = torch.arange(260_000, 260_000 + L, dtype=torch.int32, device="cuda")
+    cos, sin = tables(positions, rotary.frequencies(1e7, 2 * half, "cuda"), rotary.axes([11, 11, 10], half, "cuda"))
+    args = qkv, 1 + 0.1 * random(d), 1 + 0.1 * random(d), 1e-6, cos, sin
+
+    def window(rows):
+        return pages.Rows(*(None if x is None else x[:, :, 0].clone() for x in pages.pages(rows, kv, d, fp8, "cuda")))
+
+    into = window(L)
+    q = norm_rope_write(*args, heads, into)
+    expected = window(L)
+    twin = norm_rope_write_twin(*args, heads, expected, None, None, None, torch.empty_like(q))
+    assert close(q, twin)
+    if fp8:
+        assert torch.equal(raw(into.v), raw(expected.v)) and torch.equal(into.v_scale, expected.v_scale)
+        assert torch.allclose(into.k_scale, expected.k_scale, rtol=0.01)
+        again = pages.stored(qkv[:, -kv * d :].unflatten(1, (kv, d)).contiguous(), into.v.bfloat16(), True)
+        assert torch.equal(raw(again.k), raw(into.v)) and torch.equal(again.k_scale, into.v_scale)
+    else:
+        assert close(into.k, expected.k) and torch.equal(into.v, expected.v)
+    held, table = pages.pages(9, kv, d, fp8, "cuda"), torch.tensor([[0, 0], [7, 3]], dtype=torch.int32, device="cuda")
+    slots = torch.ones(L, dtype=torch.int32, device="cuda")
+    places = torch.arange(400, 400 + L, dtype=torch.int32, device="cuda")
+    assert torch.equal(norm_rope_write(*args, heads, held, table, slots, places), q)
+    page, place = table[1, places.long() // 512].long(), places.long() % 512
+    for x, y in zip(held, into):
+        assert x is None or torch.equal(raw(x)[page, :, place], raw(y))
+    for rows in (1, 5, 16):
+        alone = window(rows)
+        part = args[0][9 : 9 + rows], *args[1:4], cos[9 : 9 + rows], sin[9 : 9 + rows]
+        assert torch.equal(norm_rope_write(*part, heads, alone), q[9 : 9 + rows])
+        assert all(x is None or torch.equal(raw(x), raw(y)[9 : 9 + rows]) for x, y in zip(alone, into))
+    o = random(L, heads, d).bfloat16()
+    gate = qkv[:, : 2 * heads * d].reshape(L, heads, 2 * d)[..., d:].double()
+    assert close(gated(o, qkv), (o.double() * torch.sigmoid(gate)).flatten(1))
+
+
+def rules_of(R, size):
+    g = torch.Generator().manual_seed(1)
+    heat, p = 1.5 * torch.rand(R, generator=g).double(), 0.4 + 0.6 * torch.rand(R, generator=g).double()
+    k, floor = torch.randint(0, 80, (R,), generator=g, dtype=torch.int32), 0.1 * torch.rand(R, generator=g).double()
+    heat[::5], k[::3], p[::4], floor[::2] = 0, 0, 1, 0
+    k[7] = size + 5
+    seed = torch.randint(0, 2**62, (R,), generator=g)
+    position = torch.randint(0, 200_000, (R,), generator=g, dtype=torch.int32)
+    return Rules(*(x.cuda() for x in (heat, k, p, floor, seed, position)), size)
+
+
+@pytest.mark.parametrize("vocabulary", [248320, 4096])
+def test_draws_are_the_hosts(vocabulary):
+    R, size = 64, vocabulary - 5
+    logits, rules = 4 * random(R, vocabulary), rules_of(R, size)
+    logits[10:30] = torch.round(logits[10:30])  # ties
+    logits[:, size:] = 99
+    logits[3, 5], logits[4, 7] = float("nan"), float("inf")
+    drawn = sample(logits, rules)
+    host = Rules(*(x.cpu() for x in rules[:6]), size)
+    assert torch.equal(drawn.cpu(), sample_twin(logits.cpu(), host))
+    for r in (0, 1, 8, 12, 33):
+        one = [x[r].item() for x in host[:6]]
+        said = Sampling(1, one[0], one[2], one[1], one[3], 0, "on", 0, [], frozenset(), size)
+        assert int(drawn[r]) == draw(logits[r].cpu().numpy(), said, *map(int, one[4:]))
+    for rows in (1, 2, 16, 17):
+        part = Rules(*(x[8 : 8 + rows] for x in rules[:6]), size)
+        assert torch.equal(sample(logits[8 : 8 + rows], part), drawn[8 : 8 + rows])
+    cold = rules._replace(temperature=torch.zeros_like(rules.temperature))
+    assert torch.equal(sample(logits, cold, greedy=True), sample(logits, cold))
+
+
+def test_a_graph_draws_the_same():
+    logits, rules = random(16, 248320), rules_of(16, 248320)
+    out = torch.empty(16, dtype=torch.int32, device="cuda")
+    sample(logits, rules, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sample(logits, rules, out)
+    logits.copy_(random(16, 248320))
+    graph.replay()
+    assert torch.equal(out, sample(logits, rules))
+
+
+def test_embeddings():
+    table, ids = random(1000, 4096).bfloat16(), torch.tensor([3, 999, 0], dtype=torch.int32, device="cuda")
+    assert torch.equal(embed(ids, table), table[ids.long()])

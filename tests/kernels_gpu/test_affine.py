@@ -1,0 +1,85 @@
+"""Products with MLX affine weights: the packed form and its inverse, the kernel against the twin, and the row law."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels_gpu.test_linear import close, random
+from tfmagic.errors import Refusal
+from tfmagic.kernels.gpu.affine import Affine, affine, affine_twin, codes_of, unpack
+from tfmagic.kernels.gpu.epilogue import GATED, PLAIN, finish_twin
+from tfmagic.kernels.gpu.linear import gate_up, interleave, linear
+from tfmagic.kernels.gpu.tiles import Tile
+
+STREAM, TALL = Tile("stream", 16, 32, 0), Tile("tall", 32, 64, 0, group=2)
+FORMATS = [(bits, group) for bits in (4, 8) for group in (32, 64, 128)]
+
+
+def stored(n, k, bits, group, seed=0):
+    """q, scales and biases as a checkpoint has them."""
+    g = torch.Generator().manual_seed(seed)
+    q = torch.randint(-(2**31), 2**31, (n, k * bits // 32), generator=g).to(torch.int32).view(torch.uint32)
+    scales = (2 * torch.rand(n, k // group, generator=g) + 1) / 2**bits
+    biases = -scales * 2 ** (bits - 1) + 0.1 * torch.randn(n, k // group, generator=g)
+    return q, scales.bfloat16(), biases.bfloat16()
+
+
+def run(x, w, tile, what=PLAIN, residual=None, dtype=torch.bfloat16):
+    out = torch.full((len(x), w.n // 2 if what == GATED else w.n), float("nan"), dtype=dtype)
+    affine(x, w, what, residual, out, tile)
+    return out
+
+
+@pytest.mark.parametrize(("bits", "group"), FORMATS)
+def test_packing_is_undone(bits, group):
+    q, scales, biases = stored(37, 3 * group, bits, group)
+    w = Affine(q, scales, biases, bits, group)
+    codes, again, more = unpack(w.units, w.words, w.n, w.k, bits)
+    assert torch.equal(codes, codes_of(q, bits)) and torch.equal(again, scales) and torch.equal(more, biases)
+    by_hand = [(int(q[5, 1].item()) >> bits * i) % 2**bits for i in range(32 // bits)]
+    assert codes[5, 32 // bits : 64 // bits].tolist() == by_hand
+
+
+@pytest.mark.parametrize("tile", [STREAM, TALL], ids=["stream", "tall"])
+@pytest.mark.parametrize(("bits", "group"), FORMATS)
+def test_forms_say_what_the_twin_says(bits, group, tile):
+    w = Affine(*stored(70, 3 * group, bits, group), bits, group, random(70))
+    x, residual = random(19, w.k).bfloat16(), random(19, 70, seed=3).bfloat16()
+    assert close(run(x, w, tile, PLAIN, residual), finish_twin(affine_twin(x, w), PLAIN, residual))
+
+
+@pytest.mark.parametrize("tile", [STREAM, TALL], ids=["stream", "tall"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gate_and_up(bits, tile):
+    parts = zip(stored(48, 128, bits, 64), stored(48, 128, bits, 64, seed=1))
+    w = Affine(*(interleave(gate, up) for gate, up in parts), bits, 64)
+    x = random(18, 128).bfloat16()
+    assert close(run(x, w, tile, GATED), finish_twin(affine_twin(x, w), GATED, None))
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 64), (8, 32)])
+def test_a_row_keeps_its_bits_in_any_company_and_form(bits, group):
+    w = Affine(*stored(48, 256, bits, group), bits, group)
+    x = random(40, 256).bfloat16()
+    f32 = torch.float32
+    alone = torch.cat([run(x[i : i + 1], w, STREAM, dtype=f32) for i in range(0, 40, 13)])
+    narrow, high = STREAM._replace(rows=8), STREAM._replace(rows=32, columns=16)
+    for rows, tile in ((17, STREAM), (40, narrow), (40, high), (40, TALL)):
+        assert torch.equal(run(x[:rows], w, tile, dtype=f32)[::13], alone[: -(-rows // 13)]), tile
+
+
+def test_public_functions_take_it():
+    w = Affine(*stored(64, 128, 4, 64), 4, 64)
+    x = random(3, 128).bfloat16()
+    assert close(linear(x, w), affine_twin(x, w)) and gate_up(x, w).shape == (3, 32)
+
+
+def test_what_is_not_run_is_refused():
+    q, scales, biases = stored(16, 128, 4, 64)
+    with pytest.raises(Refusal, match="3 bits"):
+        Affine(q, scales, biases, 3, 64)
+    with pytest.raises(Refusal, match="scales"):
+        Affine(q, scales[:, :1], biases[:, :1], 4, 64)
+    with pytest.raises(Refusal, match="scales"):
+        Affine(q, scales, biases, 8, 64)
