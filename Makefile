@@ -23,7 +23,7 @@ quick: .venv/ready               ## the tests that take seconds
 	OMP_NUM_THREADS=1 $(BIN)/pytest
 
 test-gpu:                        ## on a machine with a CUDA device, in the environment that is active there
-	python3 -m pytest -m gpu tests/gpu tests/disk
+	python3 -m pytest -m gpu tests/gpu tests/disk tests/drafting
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -19,6 +19,8 @@ from tfmagic.errors import Refusal
 from tfmagic.run import TTFT_PARTS, Picture
 
 from .cache.store import Store
+from .drafting.budget import Curve
+from .drafting.drafting import Drafting
 from .prefill import Rows, begin, later
 from .rounds import Rounds
 from .scheduler import STREAMS, Scheduler
@@ -37,14 +39,20 @@ class Engine:
         emit: Callable[[protocol.Event], None],
         piece: Callable[[int], str],
         memory: int = 1 << 62,
+        drafter: Any = None,
+        curve: Curve | None = None,
     ):
         """`model`: a family's; `emit` takes every event, in order, on the engine thread; `piece`: one token's text;
-        `memory`: bytes that running sequences may take together."""
+        `memory`: bytes that running sequences may take together; `drafter`: the model's `drafting.block.Drafter`;
+        `curve`: what its rounds take, None: every guess is verified."""
         self.model, self.store, self.emit, self.piece = model, store, emit, piece
         self.schedule = Scheduler(memory)
         self._lock, self._inbox, self._cancelled = Lock(), deque(), set()
         self._clearing: list[Event] = []
-        self.settler, self.rounds = Settler(model, store), Rounds(self)
+        if drafter is not None:
+            model.tap(drafter.layers)
+        self.drafting = Drafting(drafter, curve)
+        self.settler, self.rounds = Settler(model, store), Rounds(self, self.drafting)
 
     # Any thread ------------------------------------------------------------------------------------
 
@@ -69,7 +77,9 @@ class Engine:
 
     def _need(self, request: Request) -> int:
         """Bytes that the request's sequences may come to take."""
-        return request.streams * self.model.state_bytes(len(request.prompt.ids) + request.sampling.max_tokens)
+        rows = len(request.prompt.ids) + request.sampling.max_tokens
+        drafter = self.drafting.drafter
+        return request.streams * (self.model.state_bytes(rows) + (drafter.context_bytes(rows) if drafter else 0))
 
     def cancel(self, run: str) -> None:
         """Stop a run, wherever it is. Unknown or finished runs are ignored. Any thread."""
@@ -104,6 +114,7 @@ class Engine:
             "cache_note": self.store.note,
             "cache_counts": asdict(self.store.counts),
             "settling": len(self.settler),
+            "plan": getattr(self.model, "plan", ""),
         }
 
     # The engine thread -----------------------------------------------------------------------------
@@ -183,7 +194,7 @@ class Engine:
 
     def _pack(self) -> list[tuple[Job, int]]:
         """This step's prompts and how many rows of each, first come first; restores and encodes on the way there."""
-        slice, room = self.schedule.budget(self.model.packed)
+        slice, room = self.schedule.budget(self.model.packed, getattr(self.model, "slices", None))
         pack: list[tuple[Job, int]] = []
         for job in self.schedule.prefilling():
             if pack and later(job, min(slice, room), [other.rows for other, _ in pack], self.store):
@@ -212,8 +223,8 @@ class Engine:
         """Slices are computed: tell, deliver the first tokens of the prompts that are complete, then keep states."""
         now = time.perf_counter()
         complete = []
-        for job, (logits, reached) in zip(jobs, passed):
-            job.rows.reached |= reached
+        for job, (logits, reached, taps) in zip(jobs, passed):
+            job.rows.passed(reached, taps)
             if not job.rows.left:
                 job.ended("prefill", now)
                 complete.append((job, job.rows, logits))
@@ -259,6 +270,7 @@ class Engine:
         going = [stream for stream in job.streams if not stream.finished]
         for stream in going:
             stream.state = state if stream is going[0] else state.fork()
+        self.drafting.begin(going, rows.taps)
 
     # Ends ------------------------------------------------------------------------------------------
 
@@ -271,7 +283,7 @@ class Engine:
             self._close(job, "done")
 
     def _tell_end(self, job: Job, stream: Stream, reason: str) -> None:
-        stream.told, stream.state = True, None
+        stream.told, stream.state, stream.guesses.context = True, None, None
         self.emit(protocol.Finished(job.run, stream.index, reason, stream.tail))
 
     def fail(self, job: Job, error: Exception) -> None:

@@ -17,6 +17,7 @@ from . import sampling
 from .cache.holdings import shelves
 from .cache.store import Store
 from .checkpoint import Checkpoint, resolve
+from .drafting.budget import Curve
 from .loop import Engine
 from .prompt import Limits, Prompt, TextSide, build
 from .settling import beginning
@@ -43,6 +44,15 @@ class Settings:
     """Disk that is left free."""
     learn_daily_gib: float = 64.0
     """What may be written to disk a day."""
+    form: str | None = None
+    """The numeric form, of `families.FORMS`; None: exact."""
+    kv_cache: str = "bf16"
+    """What keys and values are held in: "bf16", or "fp8", which takes half the room and changes replies a little."""
+    drafter: str | None = None
+    """The block drafter, as `checkpoint.resolve` takes it; None: the folder `drafter` in the model's own, if there is
+    one; "none": none."""
+    drafter_bits: int = 16
+    """4: the drafter's matrices are rounded to 4 bits as they are read; 16: they are not."""
 
     @property
     def disk(self) -> bool:
@@ -52,11 +62,13 @@ class Settings:
 class Opened:
     """A model that is ready. `prepare` and `sampling` may be called from any thread."""
 
-    def __init__(self, checkpoint: Checkpoint, model, device: str, engine: Engine, text: TextSide):
+    def __init__(self, checkpoint: Checkpoint, model, device: str, engine: Engine, text: TextSide, drafter=None):
         self.name, self.device, self.context = checkpoint.name, device, model.context
         self.text, self.engine = text, engine
+        self.drafter = drafter.name if drafter else "none"
+        """In words."""
         self._model, self._generation, self._config = model, checkpoint.generation, checkpoint.config
-        self._size = min(model.vocab, text.tokenizer.get_vocab_size(with_added_tokens=True))
+        self._size = drawable(model, text)
 
     def prepare(self, messages: list[protocol.Message], encoded: Mapping[str, bytes]) -> Prompt:
         """The prompt's rows. Raises Refusal naming what is wrong with the conversation or its images."""
@@ -91,7 +103,8 @@ class Opened:
         a prompt that leaves no room for a reply."""
         generation = dict(self._generation)
         generation.setdefault("eos_token_id", (self._config.get("text_config") or self._config).get("eos_token_id"))
-        return sampling.fill(params, generation, prompt.key, self.context, self._size)
+        drafter = self.drafter != "none"
+        return sampling.fill(params, generation, prompt.key, self.context, self._size, drafter)
 
 
 def open(
@@ -110,23 +123,80 @@ def open(
     checkpoint = Checkpoint(resolve(model))
     device = chosen(device)
     text = TextSide(checkpoint)
-    progress(f"reading the weights of {checkpoint.name}")
+    checkpoint.on_read = reading(checkpoint.name, progress)
     from . import families
 
     if device == "cpu":
         spare_a_core()
-    family = families.load(checkpoint, device, settings.context)
+    family = families.load(checkpoint, device, settings.context, settings.form, settings.kv_cache)
+    if plan := getattr(family, "plan", None):
+        progress(f"memory of {device}: {plan}")
+    drafter = read_drafter(checkpoint, family, drawable(family, text), device, settings, progress)
+    if held := getattr(drafter, "plan", None):
+        family.plan = f"{plan}, {held}"
     budget, note = cache_budget(settings.prompt_cache_gib)
     store = Store(budget, family.grain, note)
     if settings.disk:
         progress("looking at the states on disk")
-        store.disk = open_disk(checkpoint, device, family.grain, settings)
+        store.disk = open_disk(checkpoint, device, family, settings)
+    planned = getattr(family, "memory", None)
+    memory = room_for_runs(device, budget) if planned is None else planned
+    progress("timing rounds")
+    curve = Curve.timed(family.time_round) if hasattr(family, "time_round") else None
     progress("ready")
-    engine = Engine(family, store, emit, lambda id: text.decode([id]), room_for_runs(device, budget))
-    return Opened(checkpoint, family, device, engine, text)
+    engine = Engine(family, store, emit, lambda id: text.decode([id]), memory, drafter, curve)
+    return Opened(checkpoint, family, device, engine, text, drafter)
 
 
-def open_disk(checkpoint: Checkpoint, device: str, grain: int, settings: Settings):
+def reading(name: str, progress: Callable[[str], None]) -> Callable[[int, int], None]:
+    """Says how far the reading of weights has come, in words, and only when the words change."""
+    said = f"reading the weights of {name}"
+    progress(said)
+
+    def tell(done: int, total: int) -> None:
+        nonlocal said
+        unit, digits = (1e9, 1) if total >= 1e9 else (1e6, 0)
+        text = f"reading the weights of {name}: {done / unit:.{digits}f} of {total / unit:.{digits}f} "
+        text += "GB" if digits else "MB"
+        if text != said:
+            said = text
+            progress(text)
+
+    return tell
+
+
+def drawable(model, text: TextSide) -> int:
+    """Ids that a reply may hold: 0, 1, ..."""
+    return min(model.vocab, text.tokenizer.get_vocab_size(with_added_tokens=True))
+
+
+def read_drafter(
+    checkpoint: Checkpoint, model, size: int, device: str, settings: Settings, progress: Callable[[str], None]
+):
+    """The block drafter that was asked for, or that lies in the model's folder; None: none. `size`: ids that a reply
+    may hold. Raises Refusal."""
+    own = checkpoint.path / "drafter"
+    if settings.drafter == "none" or (settings.drafter is None and not own.is_dir()):
+        return None
+    import torch
+
+    if device == "cpu" or settings.form != "bf16":
+        from .drafting.block import Drafter
+    else:
+        from .drafting.static import StaticDrafter as Drafter
+
+    progress("reading the drafter")
+    where = settings.drafter or str(own)
+    try:
+        return Drafter(Checkpoint(resolve(where)), model, device, size, settings.drafter_bits)
+    except Refusal as refusal:
+        raise Refusal(f"The drafter {where[:200]}: {refusal.problem}", refusal.fix) from None
+    except torch.OutOfMemoryError:
+        fix = "Use --drafter-bits 4, --drafter none, or a shorter --context."
+        raise Refusal(f"The drafter {where[:200]} does not fit on {device} beside the model.", fix) from None
+
+
+def open_disk(checkpoint: Checkpoint, device: str, family, settings: Settings):
     """The states on disk of this model, build and device. Raises Refusal when their directory is not private."""
     from .cache import directory, namespace
     from .cache.disk import GIB, Disk, Limits
@@ -139,7 +209,7 @@ def open_disk(checkpoint: Checkpoint, device: str, grain: int, settings: Setting
         daily=int(settings.learn_daily_gib * GIB),
     )
     base = Path(settings.learn_dir) if settings.learn_dir else directory.default()
-    return Disk(base, namespace.facts(checkpoint, device), grain, limits, log)
+    return Disk(base, namespace.facts(checkpoint, device, kv=getattr(family, "kv", "own")), family.grain, limits, log)
 
 
 def cache_budget(gib: float) -> tuple[int, str]:
@@ -172,6 +242,8 @@ def check(settings: Settings) -> None:
     for name in ("spill_gib", "learn_gib", "learn_min_free_gib", "learn_daily_gib"):
         if not 0 <= (value := getattr(settings, name)) <= 1 << 20:
             raise Refusal(f"{name} is {value}.", f"Give --{name.replace('_', '-')} 0 or more.")
+    if settings.drafter_bits not in (4, 16):
+        raise Refusal(f"A drafter of {settings.drafter_bits} bits was asked for.", "Ask for 4 or 16.")
     if not 0 <= settings.prompt_cache_gib <= 1 << 20:
         raise Refusal(f"The prompt cache was given {settings.prompt_cache_gib} GiB.", "Give it 0 or more.")
     if settings.context is not None and settings.context < 2:

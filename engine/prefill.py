@@ -14,6 +14,7 @@ from tfmagic import protocol
 
 from .cache.explain import explain
 from .cache.store import Kept, Store, marks
+from .drafting.drafting import Taps
 from .stream import Job
 
 Part = tuple[Any, list[int], dict, Any, list[int]]
@@ -29,6 +30,8 @@ class Rows:
         self.todo = marks(len(prompt.ids), prompt.marks, state.rows, grain)
         self.reached: dict[int, Any] = {}
         """Marks passed, as views of the state there."""
+        self.taps = Taps(state.rows)
+        """The tapped rows computed so far, where the model is tapped."""
 
     @property
     def left(self) -> int:
@@ -37,6 +40,12 @@ class Rows:
     def fit(self, most: int) -> int:
         """Rows of the next slice: about `most`, a multiple of the grain, or all that is left."""
         return min(self.left, max(most // self.grain, 1) * self.grain)
+
+    def passed(self, reached: dict[int, Any], taps: Any) -> None:
+        """The pass over the last part is done: the states at its marks, and its tapped rows."""
+        self.reached |= reached
+        if taps is not None:
+            self.taps.add(taps, self.state.rows - len(taps))
 
     def part(self, rows: int) -> Part:
         low, high = self.state.rows, self.state.rows + rows

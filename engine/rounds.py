@@ -5,103 +5,105 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import numpy as np
-
 from tfmagic import protocol
-from tfmagic.run import Round, Token
+from tfmagic.run import Node, Round, Token
 
+from .drafting.draft import Draft, Outcome
+from .drafting.drafting import Drafting, Proposal
 from .stream import Job, Stream
+
+Pair = tuple[Job, Stream]
 
 
 class Rounds:
-    def __init__(self, engine: Any):
+    def __init__(self, engine: Any, drafting: Drafting):
         """`engine`: the `loop.Engine` whose streams decode; it ends those that fail."""
-        self.engine = engine
+        self.engine, self.drafting = engine, drafting
 
     def run(self) -> None:
-        """Draft, verify and commit one window of every decoding stream, all in one pass.
-
-        A pass that fails as a whole is run again a stream at a time: who fails again, fails alone.
-        """
-        drafted = [
-            (pair, draft) for pair in self.engine.schedule.decoding() if (draft := self._draft(*pair)) is not None
-        ]
-        # A draft that failed has ended its whole run.
-        drafted = [(pair, draft) for pair, draft in drafted if pair[0] in self.engine.schedule.running]
-        if not drafted:
+        """One round. A pass that fails as a whole has moved no state and is run again a stream at a time: who fails
+        again, fails alone."""
+        pairs = self.engine.schedule.decoding()
+        if not pairs:
             return
-        pairs, drafts = map(list, zip(*drafted))
+        began = time.perf_counter()
+        proposal = self.drafting.propose([stream for _, stream in pairs])
+        draft_ms = since(began)
         try:
-            passed = self._forward(pairs, drafts)
+            outcomes, parts = self._verify(pairs, proposal.kept)
         except Exception as error:
             if len(pairs) == 1:
                 return self.engine.fail(pairs[0][0], error)
-            for pair, draft in zip(pairs, drafts):
+            for pair, draft in zip(pairs, proposal.kept):
                 self._alone(pair, draft)
         else:
-            self._conclude(pairs, drafts, *passed)
+            streams, walks = [stream for _, stream in pairs], [outcome.walk for outcome in outcomes]
+            self.drafting.learn(streams, proposal, walks, sum(part or 0.0 for part in parts))
+            for i, (pair, outcome) in enumerate(zip(pairs, outcomes)):
+                self._commit(*pair, proposal.kept[i], outcome, self._times(proposal, i, draft_ms, *parts))
+        for job in dict.fromkeys(job for job, _ in pairs):
+            if job in self.engine.schedule.running:
+                self.engine.finish_streams(job)
 
-    def _draft(self, job: Job, stream: Stream) -> list[int] | None:
-        """None: it failed, and with it its run."""
-        if job not in self.engine.schedule.running:
-            return None
-        try:
-            return stream.drafts()
-        except Exception as error:
-            self.engine.fail(job, error)
-
-    def _alone(self, pair: tuple[Job, Stream], draft: list[int]) -> None:
+    def _alone(self, pair: Pair, draft: Draft) -> None:
         if pair[0] not in self.engine.schedule.running:
             return
         try:
-            passed = self._forward([pair], [draft])
+            (outcome,), (verify, commit) = self._verify([pair], [draft])
         except Exception as error:
             self.engine.fail(pair[0], error)
         else:
-            self._conclude([pair], [draft], *passed)
+            self._commit(*pair, draft, outcome, {"verify_ms": verify, "commit_ms": commit})
 
-    def _forward(self, pairs: list[tuple[Job, Stream]], drafts: list[list[int]]):
-        """Logits rows of every window on the host, and the change to commit. Moves no state."""
-        windows = [[stream.ids[-1], *draft] for (_, stream), draft in zip(pairs, drafts)]
-        logits, change = self.engine.model.round_pass([stream.state for _, stream in pairs], windows)
-        return logits.cpu().numpy(), change
+    def _verify(self, pairs: list[Pair], drafts: list[Draft]) -> tuple[list[Outcome], tuple[float, float | None]]:
+        """What every window gave, and the milliseconds of the pass and of moving the states (None: not told)."""
+        streams, model = [stream for _, stream in pairs], self.engine.model
+        windows = [draft.window(stream.ids[-1]) for stream, draft in zip(streams, drafts)]
+        began = time.perf_counter()
+        outcomes = model.round([stream.state for stream in streams], windows, [stream.draws() for stream in streams])
+        whole, commit = since(began), getattr(model, "commit_ms", None)
+        return outcomes, (whole - (commit or 0.0), commit)
 
-    def _conclude(self, pairs: list[tuple[Job, Stream]], drafts: list[list[int]], logits: np.ndarray, change) -> None:
-        """Verify and commit; where that fails, nobody's state can be trusted."""
+    @staticmethod
+    def _times(proposal: Proposal, i: int, draft_ms: float, verify_ms: float, commit_ms: float | None) -> dict:
+        share = proposal.share
+        return {
+            "cut": proposal.cut(i),
+            "draft_ms": draft_ms,
+            "verify_ms": verify_ms,
+            "commit_ms": commit_ms,
+            "serial_ms": share.serial_ms,
+            "planned_ms": None if share.planned_ms is None else share.planned_ms + proposal.drafting_ms,
+        }
+
+    def _commit(self, job: Job, stream: Stream, draft: Draft, outcome: Outcome, times: dict) -> None:
+        """Add a walk's tokens to its stream and tell; what goes wrong ends this run and no other."""
+        if job not in self.engine.schedule.running:
+            return
         try:
-            self._verify(pairs, drafts, logits, change)
+            if not outcome.walk.rows:
+                raise FloatingPointError(outcome.walk.error)
+            self.drafting.read(stream, outcome.taps, len(stream.ids) - 1)
+            tokens = stream.accept(outcome.walk, outcome.logits)
+            self._tell(job, stream, draft, outcome.walk.rows, tokens, times)
         except Exception as error:
-            for job in dict.fromkeys(job for job, _ in pairs):
-                if job in self.engine.schedule.running:
-                    self.engine.fail(job, error)
+            self.engine.fail(job, error)
 
-    def _verify(self, pairs: list[tuple[Job, Stream]], drafts: list[list[int]], logits: np.ndarray, change) -> None:
-        outcomes, failed, row = [], {}, 0
-        for (job, stream), draft in zip(pairs, drafts):
-            try:
-                outcomes.append(stream.verify(logits[row : row + 1 + len(draft)], draft))
-            except Exception as error:
-                outcomes.append(([], 0))
-                failed[job] = error
-            row += 1 + len(draft)
-        states, rows = [stream.state for _, stream in pairs], [max(1, len(tokens)) for tokens, _ in outcomes]
-        self.engine.model.commit(states, change, rows)
-        for (job, stream), draft, (tokens, accepted) in zip(pairs, drafts, outcomes):
-            if tokens:
-                self._committed(job, stream, draft, tokens, accepted)
-        for job in dict.fromkeys(job for job, _ in pairs):
-            if job in failed:
-                self.engine.fail(job, failed[job])
-            else:
-                self.engine.finish_streams(job)
-
-    def _committed(self, job: Job, stream: Stream, draft: list[int], tokens: list[Token], accepted: int) -> None:
+    def _tell(
+        self, job: Job, stream: Stream, draft: Draft, rows: list[int], tokens: list[Token], times: dict
+    ) -> None:
+        taken = {row for row, token in zip(rows[1:], tokens) if token.made == "draft"}
+        guesses = enumerate(zip(draft.ids, draft.parents, draft.chances), 1)
         done = Round(
             ms=1e3 * (time.perf_counter() - job.request.submitted),
-            drafted=len(draft),
-            accepted=accepted,
             committed=len(tokens),
-            draft_source="copy" if draft else "none",
-            rejected="".join(map(self.engine.piece, draft[accepted:])),
+            draft_source=draft.source,
+            nodes=[Node(self.engine.piece(id), parent, chance, row in taken) for row, (id, parent, chance) in guesses],
+            **times,
         )
         self.engine.emit(protocol.Committed(job.run, stream.index, done, tokens))
+
+
+def since(began: float) -> float:
+    """Milliseconds."""
+    return 1e3 * (time.perf_counter() - began)

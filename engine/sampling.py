@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tfmagic.errors import Refusal
 from tfmagic.protocol import Params
+
+from .drafting.draft import Walk, Window
 
 COLDEST = 1e-6
 """Temperatures above zero are raised to at least this."""
@@ -58,6 +60,33 @@ def draw(row: np.ndarray, s: Sampling, seed: int, position: int) -> int:
     ids, scaled = candidates(row.astype(np.float64) / max(s.temperature, COLDEST), s)
     noisy = scaled + gumbel(seed, position, ids)
     return int(ids[noisy == noisy.max()].min())
+
+
+class Draw(NamedTuple):
+    """How the tokens of one window's rows are drawn."""
+
+    sampling: Sampling
+    seed: int
+    position: int
+    """The absolute place of the token drawn at row 0; a row of depth d draws for `position` + d."""
+
+
+def walk(rows: np.ndarray, window: Window, by: Draw) -> Walk:
+    """Walk a window from row 0 on, to the child whose guess equals the row's own draw, as long as there is one.
+
+    rows [R, V] float32, the window's logits. A row that is not finite ends the walk before it.
+    """
+    children = {(parent, id): row for row, (id, parent) in reversed(list(enumerate(zip(window.ids, window.parents))))}
+    path, ids, row = [], [], 0
+    while row is not None:
+        try:
+            id = draw(rows[row], by.sampling, by.seed, by.position + len(ids))
+        except FloatingPointError as error:
+            return Walk(path, ids, str(error))
+        path.append(row)
+        ids.append(id)
+        row = children.get((row, id))
+    return Walk(path, ids)
 
 
 def candidates(scaled: np.ndarray, s: Sampling) -> tuple[np.ndarray, np.ndarray]:
@@ -107,8 +136,11 @@ def derived_seed(key: Sequence[int]) -> int:
     return int.from_bytes(hashlib.sha256(",".join(map(str, key)).encode()).digest()[:8], "big") >> 1
 
 
-def fill(params: Params, generation: dict[str, Any], key: Sequence[int], context: int, size: int) -> Sampling:
-    """Defaults from generation_config, ranges checked. Raises Refusal naming the parameter and its range."""
+def fill(
+    params: Params, generation: dict[str, Any], key: Sequence[int], context: int, size: int, drafter: bool = False
+) -> Sampling:
+    """Defaults from generation_config, ranges checked. `drafter`: whether the model has one. Raises Refusal naming the
+    parameter and its range."""
     if len(key) + 1 > context:
         raise Refusal(
             f"The prompt has {len(key):,} tokens; with one token of reply that is over the context of {context:,}.",
@@ -135,9 +167,9 @@ def fill(params: Params, generation: dict[str, Any], key: Sequence[int], context
     check_stops(params.stop)
     if params.seed is not None:
         check("seed", params.seed, 0, 2**63 - 1)
-    if params.draft in ("block", "tree"):
+    if params.draft in ("block", "tree") and not drafter:
         fix = "Use draft on, copy or off."
-        raise Refusal(f"There is no {params.draft} drafter for this model.", fix)
+        raise Refusal(f"draft {params.draft} needs a drafter, and this model has none.", fix)
     ends = generation.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     return Sampling(

@@ -40,9 +40,11 @@ class Scheduler:
     def decoding(self) -> list[tuple[Job, Stream]]:
         return [(job, stream) for job in self.running for stream in job.live]
 
-    def budget(self, packed: int) -> tuple[int, int]:
-        """Rows of one prompt in this step, and of all together: `packed` where no stream has to wait for them."""
-        return (SLICE_BESIDE, SLICE_BESIDE) if self.decoding() else (SLICE, max(SLICE, packed))
+    def budget(self, packed: int, slices: tuple[int, int] | None = None) -> tuple[int, int]:
+        """Rows of one prompt in this step, and of all together: `packed` where no stream has to wait for them.
+        `slices`: the model's own in place of SLICE and SLICE_BESIDE."""
+        alone, beside = slices or (SLICE, SLICE_BESIDE)
+        return (beside, beside) if self.decoding() else (alone, max(alone, packed))
 
     def find(self, run: str) -> Job | None:
         return next((job for job in (*self.running, *self.waiting) if job.run == run), None)

@@ -10,8 +10,9 @@ import numpy as np
 
 from tfmagic.protocol import Token
 
-from .drafting.copy import Copier, Width
-from .sampling import Sampling, draw, likeliest
+from .drafting.draft import Walk
+from .drafting.drafting import Guesses
+from .sampling import Draw, Sampling, draw, likeliest
 
 Reason = Literal["stop", "length"]
 
@@ -83,41 +84,28 @@ class Stream:
         self.tail = ""
         """Text held back when the reply ended."""
         self._piece, self._decoder, self._text = piece, request.detokenizer(), StopText(s.stop)
-        self._copier = Copier(self.ids) if s.draft in ("on", "copy") else None
-        self._width = Width()
+        self.guesses = Guesses(self.ids, s.draft)
 
-    def drafts(self) -> list[int]:
-        """Draft tokens to verify behind the pending one; fewer than the room that is left."""
-        limit = min(self._width.rows, self.room) - 1
-        return self._copier.propose(limit) if self._copier and limit > 0 else []
+    def draws(self) -> Draw:
+        """How the next token is drawn, and those behind it."""
+        return Draw(self.sampling, self.seed, len(self.ids))
 
-    def verify(self, rows: np.ndarray, drafts: list[int]) -> tuple[list[Token], int]:
-        """Walk a window's logits rows [1 + drafts, V] from the pending token on. Returns the committed tokens and how
-        many drafts were accepted; the last token is a draft only where the reply ends at it.
-
-        Raises FloatingPointError when the first row is not finite; a later one ends the walk and is met again first.
-        """
+    def accept(self, walk: Walk, rows: np.ndarray | None) -> list[Token]:
+        """Take the tokens of a walk until the reply ends; `rows`: its logits rows [len(walk.ids), V], where log
+        probabilities are wanted."""
         tokens: list[Token] = []
-        for r, row in enumerate(rows):
-            try:
-                id = self.draw(row)
-            except FloatingPointError:
-                if tokens:
-                    break
-                raise
-            hit = r < len(drafts) and id == drafts[r]
-            tokens.append(self.take(id, row, "draft" if hit else "plain"))
-            if not hit or self.finished:
+        for i, id in enumerate(walk.ids):
+            made = "draft" if i < len(walk.ids) - 1 else "plain"
+            tokens.append(self.take(id, None if rows is None else rows[i], made))
+            if self.finished:
                 break
-        accepted = sum(token.made == "draft" for token in tokens)
-        self._width.learn(len(drafts), accepted)
-        return tokens, accepted
+        return tokens
 
     def draw(self, row: np.ndarray) -> int:
         """The token that this logits row gives for the next place."""
         return draw(row, self.sampling, self.seed, len(self.ids))
 
-    def take(self, id: int, row: np.ndarray, made: Literal["first", "plain", "draft"]) -> Token:
+    def take(self, id: int, row: np.ndarray | None, made: Literal["first", "plain", "draft"]) -> Token:
         """Add a token; sets `finished` where the reply ends with it."""
         self.ids.append(id)
         self.room -= 1
@@ -129,7 +117,7 @@ class Stream:
         if self.finished and not stopped:
             self.end()
         token = Token(id, piece, made)
-        if self.sampling.logprobs:
+        if self.sampling.logprobs and row is not None:
             token.logprob, top = likeliest(row, self.sampling, id)
             token.top = [(i, self._piece(i), value) for i, value in top]
         return token

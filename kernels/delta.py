@@ -1,6 +1,7 @@
 """The gated delta rule: 64-row chunks for prompt rows, single steps for generated rows, and the short convolution.
 
-State S [heads, dk, dv] a sequence, float32. One row: S ← e^g S; u = β (v - Sᵀk); S ← S + k ⊗ u; o = Sᵀq.
+State S [heads, dk, dv] a sequence, float32. One row: S ← e^g S; u = β (v - Sᵀk); S ← S + k ⊗ u; o = Sᵀq. The rows
+of a round may be trees: a row then starts from its parent's state, in the same arithmetic.
 The chunk form computes the same in another order, so its bits differ from the steps': a row must always come by the
 same form. Chunks are anchored at row 0 of the sequence and always full (zero rows behind the last, k = 0, β = 0, g = 0,
 change nothing). All contractions are exact (`exact.matmul`, `exact.mix`) or fixed trees of additions; the rest is
@@ -23,11 +24,32 @@ FAINT = -87.0
 
 
 class Journal(NamedTuple):
-    """What a window's steps did to the state: enough to replay any prefix of them, bit for bit."""
+    """What the rows of a round did to the states: enough to replay any path of them, bit for bit."""
 
-    decay: Tensor  # [B, R, heads, 1, 1], e^g
-    k: Tensor  # [B, R, heads, dk, 1]
-    u: Tensor  # [B, R, heads, 1, dv]
+    decay: Tensor  # [N, heads, 1, 1], e^g
+    k: Tensor  # [N, heads, dk, 1]
+    u: Tensor  # [N, heads, 1, dv]
+
+
+class Level(NamedTuple):
+    """Rows of one depth, over all windows that step together."""
+
+    low: int
+    high: int
+    """They stand at low ... high - 1 of the order by depth."""
+    grown: Tensor | None
+    """int64: which rows of the level before have children here; None: all."""
+    up: Tensor | None
+    """int64 [high - low]: of each row, the place of its parent among those; None: each its own."""
+
+
+class Steps(NamedTuple):
+    """The order in which the rows of several windows step: by depth, so that rows that do not follow one another step
+    together. A row starts from the state that its parent leaves."""
+
+    order: Tensor | None
+    """int64 [N]: the windows' rows by depth; None: as they stand."""
+    levels: list[Level]
 
 
 def convolve(m: Tensor, taps: Tensor) -> Tensor:
@@ -42,30 +64,85 @@ def convolve(m: Tensor, taps: Tensor) -> Tensor:
     return silu(y)
 
 
-def steps(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Journal]:
-    """R rows of B sequences, one after another.
+def plan(windows: list[list[int]], device: torch.device | str = "cpu") -> Steps:
+    """The steps of windows, each given by its rows' parents (-1 for its row 0), which come before their children; the
+    rows of all windows are counted on from one to the next."""
+    parents, depths = [], []
+    for window in windows:
+        first = len(parents)
+        for parent in window:
+            depths.append(0 if parent < 0 else depths[first + parent] + 1)
+            parents.append(-1 if parent < 0 else first + parent)
+    order = sorted(range(len(parents)), key=depths.__getitem__)
+    levels, before, low = [], [], 0
+    for depth in range(max(depths) + 1):
+        here = [row for row in order if depths[row] == depth]
+        grown = sorted({parents[row] for row in here}, key=before.index) if depth else []
+        up = [grown.index(parents[row]) for row in here] if depth else []
+        levels.append(
+            Level(
+                low,
+                low + len(here),
+                None if grown == before else torch.tensor([before.index(row) for row in grown], device=device),
+                None if up == list(range(len(up))) else torch.tensor(up, device=device),
+            )
+        )
+        before, low = here, low + len(here)
+    straight = order == list(range(len(order)))
+    return Steps(None if straight else torch.tensor(order, device=device), levels)
 
-    S [B, H, dk, dv]; q, k [B, R, H, dk]; v [B, R, H, dv]; g, beta [B, R, H].
-    Returns (o [B, R, H, dv], the state after the last row, the journal). S is not changed.
+
+def steps(
+    S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: Steps
+) -> tuple[Tensor, Journal]:
+    """The rows of B windows, each a tree that starts from its sequence's state.
+
+    S [B, H, dk, dv]; q, k [N, H, dk]; v [N, H, dv]; g, beta [N, H], one window's rows after another's.
+    Returns (o [N, H, dv], the journal). S is not changed.
     """
-    decay = torch.exp(g)
-    overlap = exact.tree_sum(k * q, -1)[..., None]
-    pair = torch.stack([k, q], -2)[..., None]
-    k, outs, updates = k[..., None], [], []
-    for t in range(q.shape[1]):
-        seen = exact.tree_sum(S[:, :, None] * pair[:, t], -2) * decay[:, t, :, None, None]
-        u = (v[:, t] - seen[:, :, 0]) * beta[:, t, :, None]
-        outs.append(seen[:, :, 1] + overlap[:, t] * u)
-        updates.append(u)
-        S = S * decay[:, t, :, None, None] + k[:, t] * u[:, :, None]
-    return torch.stack(outs, 1), S, Journal(decay[..., None, None], k, torch.stack(updates, 1)[..., None, :])
+    decay, column, pair = torch.exp(g)[..., None, None], k[..., None], torch.stack([k, q], -2)[..., None]
+    rows = [decay, column, pair, exact.tree_sum(k * q, -1)[..., None], v, beta[..., None]]
+    fade, write, pair, overlap, v, beta = rows if plan.order is None else [x[plan.order] for x in rows]
+    outs, updates, before = [], [], slice(0)
+    for level in plan.levels:
+        at = slice(level.low, level.high)
+        if outs:
+            S = advance(S, fade[before], write[before], updates[-1], level.grown)
+            S = S if level.up is None else S[level.up]
+        seen = exact.tree_sum(S[:, :, None] * pair[at], -2) * fade[at]
+        updates.append((v[at] - seen[:, :, 0]) * beta[at])
+        outs.append(seen[:, :, 1] + overlap[at] * updates[-1])
+        before = at
+    o, u = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in (outs, updates))
+    if plan.order is not None:
+        o, u = (torch.empty_like(x).index_copy_(0, plan.order, x) for x in (o, u))
+    return o, Journal(decay, column, u[:, :, None])
 
 
-def replay(S: Tensor, journal: Journal, index: int, rows: int) -> Tensor:
-    """The state of sequence `index` after its first `rows` rows, from its state S [H, dk, dv] before them."""
-    for t in range(rows):
-        S = S * journal.decay[index, t] + journal.k[index, t] * journal.u[index, t]
-    return S
+def advance(S: Tensor, decay: Tensor, k: Tensor, u: Tensor, some: Tensor | None) -> Tensor:
+    """The states after one row each; only of those places, where `some` says which."""
+    if some is not None:
+        S, decay, k, u = S[some], decay[some], k[some], u[some]
+    return S * decay + k * u[:, :, None]
+
+
+def replay(S: Tensor, journal: Journal, paths: list[list[int]]) -> Tensor:
+    """The states of B sequences after a path of rows each, from their states S [B, H, dk, dv] before them.
+
+    `paths`: the journal's rows from a window's row 0 on, one at least.
+    """
+    longest_first = sorted(range(len(paths)), key=lambda b: -len(paths[b]))
+    straight = longest_first == list(range(len(paths)))
+    S = S if straight else S[longest_first]
+    for t in range(len(paths[longest_first[0]])):
+        rows = [paths[b][t] for b in longest_first if len(paths[b]) > t]
+        decay, k, u = (x[rows[0] : rows[0] + 1] if len(rows) == 1 else x[rows] for x in journal)
+        moved = S[: len(rows)] * decay + k * u
+        if len(rows) == len(S):
+            S = moved
+        else:
+            S[: len(rows)] = moved
+    return S if straight else torch.empty_like(S).index_copy_(0, torch.tensor(longest_first, device=S.device), S)
 
 
 def chunks(

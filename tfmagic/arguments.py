@@ -1,7 +1,7 @@
 """The flags of `%tfold` and `%%tfold`: one table that drives parsing, the `?` help and Tab completion.
 
 A table is an argparse parser whose errors are UsageErrors of one line. An option's `complete` says what Tab offers for
-its value: a kind (`image`, `variable`, `chat`, `run`, `model`) or the values themselves.
+its value: a kind (`image`, `variable`, `chat`, `run`, `model`, `drafter`) or the values themselves.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ MAX_STREAMS = 16
 DRAFTS = ("on", "off", "copy", "block", "tree")
 SWEPT = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "draft", "cache")
 """What `--sweep` may vary."""
+KV = ("bf16", "fp8")
+FORMS = ("exact", "bf16")
 VIEWS = ("auto", "live", "text", "off")
 Invalid = argparse.ArgumentTypeError
 
@@ -139,17 +141,15 @@ def device(text: str) -> str:
 
 
 def drafter(text: str) -> str:
-    if text != "none":
-        raise Invalid("takes only none in this version: drafter checkpoints are not there yet")
+    if not text.strip():
+        raise Invalid("takes a folder, a Hugging Face id or none")
     return text
 
 
-def kv_cache(text: str) -> str:
-    if text == "fp8":
-        raise Invalid("takes only bf16 in this version: fp8 is not there yet")
-    if text != "bf16":
-        raise Invalid(f"takes bf16, not {text!r}")
-    return text
+def drafter_bits(text: str) -> int:
+    if text not in ("4", "16"):
+        raise Invalid(f"takes 4 or 16, not {text!r}")
+    return int(text)
 
 
 def sweep(table: Table) -> Callable[[str], tuple[str, list]]:
@@ -248,10 +248,14 @@ def engine_table(command: str, description: str) -> Table:
     add("--prompt-cache-gib", type=number(float, 0), metavar="N", help="memory for kept prompt states")
     add("--context", type=number(int, 64), metavar="N", help="the longest prompt and reply together, tokens")
     add("--idle-minutes", type=number(float, 0), metavar="N", help="end after this time without work; 0 is never")
-    add("--drafter", type=drafter, metavar="PATH|none", complete=("none",),
-        help="a draft model (paths: not there yet)")
-    add("--kv-cache", type=kv_cache, metavar="bf16|fp8", complete=("bf16",),
-        help="the cache's number format (fp8: not there yet)")
+    add("--drafter", type=drafter, metavar="PATH|none", complete="drafter",
+        help="the block drafter's folder; default: the folder drafter beside the model's weights, if there is one")
+    add("--drafter-bits", type=drafter_bits, metavar="4|16", complete=("4", "16"),
+        help="4: round the drafter's matrices; costs guesses, never a token. Default: 16, as they are")
+    add("--form", type=one_of(*FORMS), metavar="|".join(FORMS), complete=FORMS,
+        help="the numeric form; default: exact; bf16 is what a GPU is made for, and is on trial")
+    add("--kv-cache", type=one_of(*KV), metavar="|".join(KV), complete=KV,
+        help="what keys and values are held in; fp8 takes half the room and changes replies a little")
     add = table.adding("states on disk (off unless asked for; a conversation then resumes after a restart)")
     add("--learn-conversations", action=argparse.BooleanOptionalAction, help="keep the states of conversations on disk")
     add("--spill-gib", type=number(float, 0), metavar="N", help="disk for states that memory has no room for")
@@ -276,14 +280,20 @@ def run_table(command: str, description: str, required: bool) -> Table:
     return table
 
 
+def shown_table(table: Table) -> Table:
+    """`show` and `last`."""
+    table.adding()("--live", action="store_true", help="as the live panel, to step through its rounds")
+    return table
+
+
 COMMANDS: dict[str, Table] = {
     "start": engine_table("start", "start the engine, or say that it runs"),
     "status": Table("%tfold status", description="the engine: model, device, memory, cache"),
     "models": Table("%tfold models", description="models on this machine that the engine can open"),
     "cache": cache_table(),
     "runs": Table("%tfold runs", description="the runs kept, newest first"),
-    "show": run_table("show", "a kept run by its id", required=True),
-    "last": Table("%tfold last", description="the newest run, also after a kernel restart"),
+    "show": shown_table(run_table("show", "a kept run by its id", required=True)),
+    "last": shown_table(Table("%tfold last", description="the newest run, also after a kernel restart")),
     "cancel": run_table("cancel", "stop a run, or all of this notebook", required=False),
     "stop": Table("%tfold stop", description="end the engine and give its memory back"),
     "restart": engine_table("restart", "stop the engine and start it afresh"),

@@ -99,6 +99,7 @@ def _check_wish(wish: dict, info: place.Info, state: State) -> None:
     """One engine at a time: what is asked for has to be what runs. None, and the device auto, ask for nothing."""
     runs = {name: (value,) for name, value in info.settings.items()}
     runs |= {"model": (state.model, info.model or "embedded"), "device": (state.device, info.device, "auto")}
+    runs["drafter"] = (info.settings.get("drafter"), "none" if state.drafter == "none" else None)
     for name, value in wish.items():
         if value is not None and value not in runs.get(name, ()):
             has = runs.get(name, (None,))[0]

@@ -1,4 +1,4 @@
-"""`tfmagic demo | start | status | logs | stop`: the resident engine from a terminal.
+"""`tfmagic demo | start | status | logs | kvcompare | stop`: the resident engine from a terminal.
 
 Exit status: 0 done; 1 it could not be done, said in one or two lines; 2 misuse; 3 `status`: no engine is running.
 """
@@ -47,6 +47,10 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--prompt-cache-gib", type=_positive, metavar="N", help="memory for kept prompts (default: 1)")
     c.add_argument("--context", type=int, metavar="N", help="longest prompt and reply together, tokens")
     c.add_argument("--idle-minutes", type=_positive, metavar="N", help="end when idle so long; 0: never (default: 60)")
+    c.add_argument("--drafter", metavar="PATH|none", help="a block drafter's folder (default: drafter in the model's)")
+    c.add_argument("--drafter-bits", type=int, choices=(4, 16), help="4: round the drafter's matrices (default: 16)")
+    c.add_argument("--form", choices=("exact", "bf16"), help="the numeric form (default: exact; bf16 is on trial)")
+    c.add_argument("--kv-cache", choices=("bf16", "fp8"), help="what keys and values are held in (default: bf16)")
     c.add_argument("--learn-conversations", action=argparse.BooleanOptionalAction, help="keep prompts' states on disk")
     c.add_argument("--spill-gib", type=_positive, metavar="N", help="disk for states that memory has no room for")
     c.add_argument("--learn-dir", metavar="PATH", help="where states on disk are kept (default: the user's cache)")
@@ -57,6 +61,12 @@ def parser() -> argparse.ArgumentParser:
     command("status", status, "show the running engine")
     c = command("logs", logs, "print the end of the engine's log")
     c.add_argument("-n", "--lines", type=int, default=40, metavar="N", help="lines to print (default: 40)")
+    c = command("kvcompare", kvcompare, "what --kv-cache fp8 changes: one text read in both forms, compared")
+    c.add_argument("model", nargs="?", metavar="MODEL", help="a folder or a Hugging Face id (default: what ships)")
+    c.add_argument("--text", metavar="FILE", help="the text (default: small stories, as the shipped model tells them)")
+    c.add_argument("--device", default="auto", help="auto, cpu or cuda:N (default: auto)")
+    c.add_argument("--form", choices=("exact", "bf16"), help="the numeric form (default: exact)")
+    c.add_argument("--rows", type=int, default=1024, metavar="N", help="tokens of the text to read (default: 1024)")
     c = command("stop", stop, "end the running engine")
     c.add_argument("--all", action="store_true", help="end every engine of this user, in every runtime directory")
     return p
@@ -108,6 +118,8 @@ def status(options: argparse.Namespace) -> int:
     for name, value in (
         ("model", state.model or "the model that ships"),
         ("device", state.device),
+        ("drafter", state.drafter or "—"),
+        *([("of the device", state.plan)] if state.plan else []),
         ("phase", state.phase if state.phase == "ready" else f"{state.phase}: {state.detail}"),
         ("process", f"{state.pid}, up {_duration(time.time() - state.started)}, {_size(state.memory)} resident"),
         ("context", f"{state.context:,} tokens" if state.context else "—"),
@@ -129,6 +141,18 @@ def logs(options: argparse.Namespace) -> int:
         raise TfmagicError(f"There is no log yet: {where.log}", "An engine writes it when it starts: tfmagic start")
     print(f"# {where.log}")
     print(*where.tail(max(0, options.lines), 256 << 10), sep="\n")
+    return 0
+
+
+def kvcompare(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from .engine import kvcompare
+
+    with Console(stderr=True, highlight=False).status("importing torch") as line:
+        text = kvcompare.read_text(options.text)
+        found = kvcompare.compare(options.model, text, options.device, options.rows, options.form, line.update)
+    print(*kvcompare.table(found), sep="\n")
     return 0
 
 

@@ -31,7 +31,7 @@ __all__ = ["Chat", "Engine", "Handle", "Streaming", "connect"]
 
 OPTIONS = (
     *("prompt_cache_gib", "context", "idle_minutes", "learn_conversations", "spill_gib"),
-    *("learn_dir", "learn_gib", "learn_min_free_gib", "learn_daily_gib"),
+    *("learn_dir", "learn_gib", "learn_min_free_gib", "learn_daily_gib", "drafter", "drafter_bits", "form", "kv_cache"),
 )
 """What `connect` passes on to an engine that it starts."""
 
@@ -51,7 +51,9 @@ def connect(
     model: a folder or a Hugging Face id; None: whatever runs, else the model that ships. device: auto, cpu, cuda:N.
     options: prompt_cache_gib, context (tokens), idle_minutes; learn_conversations (True: prompt states are kept on disk
     too), spill_gib (disk for states that memory has no room for), and for both learn_dir, learn_gib,
-    learn_min_free_gib, learn_daily_gib. restart: end the running engine first.
+    learn_min_free_gib, learn_daily_gib; drafter (a folder, a Hugging Face id or "none"), drafter_bits (4 or 16);
+    form ("exact", a CPU's own, or "bf16", a GPU's), kv_cache ("bf16" or "fp8", which takes half the room and changes
+    replies a little). restart: end the running engine first.
     progress: told what the engine does while it starts.
     Raises TfmagicError when another model or device runs than is asked for, or none runs and `start` is False;
     Refusal or EngineFailed when the model cannot be opened.
@@ -60,6 +62,8 @@ def connect(
         raise TfmagicError(f"connect() has no option {unknown[0]!r}.", _near(unknown[0], ("model", "device", *OPTIONS)))
     if options.get("learn_dir") is not None:
         options["learn_dir"] = str(Path(options["learn_dir"]).expanduser().absolute())
+    if options.get("drafter") != "none":
+        options["drafter"] = absolute(options.get("drafter"))
     where = place.find()
     if restart:
         place.finish(where)

@@ -105,8 +105,8 @@ def _values(action, typed: str, known: Known) -> Offer | None:
         return _offer(typed, [*pictures, *_paths(typed, PICTURES)], "image")
     if kind == "sweep":
         return _offer(typed, [name.replace("_", "-") + "=" for name in SWEPT], "value")
-    if kind == "model":
-        return _offer(typed, _paths(typed, ()), "path")
+    if kind in ("model", "drafter"):
+        return _offer(typed, [*["none"] * (kind == "drafter"), *_paths(typed, ())], "path")
     return _offer(typed, {"run": known.runs, "chat": known.chats}.get(kind, ()), kind or "value")
 
 

@@ -23,7 +23,7 @@ RESULT = "_tfold"
 PARAMS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "draft", "cache", "logprobs", "stop")
 OPTIONS = (
     *("prompt_cache_gib", "context", "idle_minutes", "learn_conversations", "spill_gib"),
-    *("learn_dir", "learn_gib", "learn_min_free_gib", "learn_daily_gib"),
+    *("learn_dir", "learn_gib", "learn_min_free_gib", "learn_daily_gib", "drafter", "drafter_bits", "form", "kv_cache"),
 )
 
 
@@ -182,10 +182,10 @@ class TfoldMagics(Magics):
         return tables.cache(self._found().cache(clear=arguments.what == "clear"))
 
     def _show(self, arguments: Namespace):
-        return self._shown(self._run(arguments.id))
+        return self._shown(self._run(arguments.id), arguments.live)
 
     def _last(self, arguments: Namespace):
-        return self._shown(None)
+        return self._shown(None, arguments.live)
 
     def _cancel(self, arguments: Namespace) -> None:
         engine = self._found()
@@ -199,12 +199,19 @@ class TfoldMagics(Magics):
     def _profile(self, arguments: Namespace) -> None:
         raise UsageError("%tfold profile is not there yet in this version")
 
-    def _shown(self, run: str | None):
-        """The record of a kept run, as the cell's value; one that still goes on is shown until it ends instead."""
+    def _shown(self, run: str | None, live: bool = False):
+        """The record of a kept run, as the cell's value; one that still goes on is shown until it ends instead. `live`:
+        a panel of it."""
+        from .views import live as panel
+
+        if live and not panel.available():
+            raise UsageError("%tfold --live needs a notebook page and anywidget; leave it out here")
         handle = self._found().follow(run)
         self._bind(handle, None)
         self._remember([handle.record])
-        shown_by = None if handle.record.finished else self._renderer(self.view)
+        if live and handle.record.finished:
+            return panel.replay(handle.record)
+        shown_by = None if handle.record.finished else self._renderer("live" if live else self.view)
         if shown_by is None:
             return handle.record
         try:

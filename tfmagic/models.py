@@ -20,7 +20,7 @@ class Model(NamedTuple):
 
 def models() -> list[Model]:
     """The embedded model, then those in the local Hugging Face cache."""
-    size = sum(file.stat().st_size for file in EMBEDDED.iterdir()) if EMBEDDED.exists() else 0
+    size = sum(file.stat().st_size for file in EMBEDDED.rglob("*") if file.is_file())
     embedded = Model("embedded", _family(EMBEDDED), size)
     return [embedded] * (embedded.family in FAMILIES) + sorted(_cached())
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from .run import Picture, Round, Run, Token
 
-VERSION = 1
+VERSION = 2
 """Raised with every change that an older peer would misread."""
 MAX_FRAME = 64 * 1024 * 1024
 """Bytes. Holds a request's images at their limit with room to spare."""
@@ -275,6 +275,10 @@ class State(msgspec.Struct, tag="state"):
     """The process's resident bytes."""
     context: int | None = None
     """The longest prompt and reply together, tokens."""
+    drafter: str = ""
+    """The block drafter in words; "none"; "" while the model is being opened."""
+    plan: str = ""
+    """Where the device's memory went, in words; "" where it is not given out at start."""
 
 
 class Accepted(msgspec.Struct, tag="accepted"):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Iterable
+from math import isnan, nan
 from typing import Any, Literal
 
 import msgspec
@@ -34,6 +36,20 @@ STATS = {
 }
 """Every number a run shows, with its definition. A number that was not measured is None and is shown as a dash."""
 
+DRAFTING = {
+    "by_source": "of each source the rounds, drafted and accepted rows, and acceptance",
+    "accepted_by_position": "as in `stats`, one list a stream",
+    "cut": "draft rows at hand that the row budget left out",
+    "draft_ms": "from the last round's end until the drafts stood, mean over the rounds",
+    "verify_ms": "the pass and its draws, mean over the rounds",
+    "commit_ms": "moving the states, mean over the rounds",
+    "expected_tokens_per_round": "1 + the drafters' chances, mean over the rounds",
+    "expected_speedup": "expected tokens × a round's time without drafts / its planned time, summed over the rounds",
+    "speedup": "tokens × a round's time without drafts / its true time, summed over the rounds",
+}
+"""The numbers of `Run.drafting`, with their definitions; None where not measured, the speed-ups where nothing was
+drafted."""
+
 Status = Literal["queued", "prefill", "decoding", "done", "stopped", "failed"]
 Made = Literal["first", "plain", "draft"]
 DraftSource = Literal["tree", "block", "copy", "none"]
@@ -51,18 +67,82 @@ class Token(msgspec.Struct, omit_defaults=True):
     """The K likeliest (id, piece, log probability) at this position, likeliest first, when `logprobs` was asked."""
 
 
+class Node(msgspec.Struct, array_like=True):
+    """One draft row of a round: a guessed token, verified together with the others."""
+
+    piece: str
+    parent: int
+    """The row that it follows: 0 the round's pending token, k the k-th node. Parents come before their children."""
+    chance: float | None = None
+    """That it is accepted, as its drafter saw it before the round."""
+    accepted: bool = False
+
+
 class Round(msgspec.Struct, omit_defaults=True):
     """One verify round of one stream."""
 
     ms: float
     """Submit → tokens committed, milliseconds."""
-    drafted: int = 0
-    accepted: int = 0
     committed: int = 1
     """Tokens the round added to the stream: accepted + 1, fewer where it met a stop or the token limit."""
     draft_source: DraftSource = "none"
-    rejected: str = ""
-    """The text of the draft rows that were not accepted."""
+    nodes: list[Node] = []
+    """The draft rows verified."""
+    cut: int = 0
+    """Draft rows at hand that the row budget left out."""
+    draft_ms: float | None = None
+    verify_ms: float | None = None
+    commit_ms: float | None = None
+    """The round's parts, shared with every stream of the pass: making the drafts, the pass and the draws, moving the
+    states."""
+    serial_ms: float | None = None
+    """What the same streams' round takes without drafts, by the cost timed at load."""
+    planned_ms: float | None = None
+    """What this round was to take, by the same."""
+
+    def __post_init__(self):
+        if not all(0 <= node.parent <= i for i, node in enumerate(self.nodes)):
+            raise ValueError("a round's nodes follow rows before them")
+
+    @property
+    def drafted(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def accepted(self) -> int:
+        return sum(node.accepted for node in self.nodes)
+
+    @property
+    def depth(self) -> int:
+        """Positions drafted: the longest path's nodes."""
+        depths = [0]
+        for node in self.nodes:
+            depths.append(depths[node.parent] + 1)
+        return max(depths)
+
+    @property
+    def expected(self) -> float:
+        """Tokens that the drafter's chances promised: 1 + their sum; nan where it gave none."""
+        return 1 + sum(nan if node.chance is None else node.chance for node in self.nodes)
+
+    @property
+    def spent_ms(self) -> float | None:
+        """draft + verify + commit; None where it was not timed. A commit that was not told apart is in verify."""
+        if self.draft_ms is None or self.verify_ms is None:
+            return None
+        return self.draft_ms + self.verify_ms + (self.commit_ms or 0.0)
+
+    @property
+    def rejected(self) -> str:
+        """The text of the likeliest path that was not taken: from the first node that was refused where the walk
+        ended, on through first children."""
+        taken = [i for i, node in enumerate(self.nodes, 1) if node.accepted]
+        row, pieces = taken[-1] if taken else 0, []
+        for i, node in enumerate(self.nodes, 1):
+            if node.parent == row and not node.accepted:
+                row = i
+                pieces.append(node.piece)
+        return "".join(pieces)
 
 
 class Stream(msgspec.Struct, omit_defaults=True):
@@ -192,6 +272,23 @@ class Run(msgspec.Struct, omit_defaults=True):
             "token_sha": token_sha([id for stream in self.streams for id in stream.token_ids]),
         }
 
+    @property
+    def drafting(self) -> dict[str, Any]:
+        """The numbers of `DRAFTING`, by exactly those names: what drafting did, and whether it paid."""
+        rounds = [r for stream in self.streams for r in stream.rounds]
+        gained, planned, true, spent = map(sum, zip(*map(gains, rounds))) if any(r.nodes for r in rounds) else [0] * 4
+        return {
+            "by_source": {source: _of_source(rounds, source) for source in sorted({r.draft_source for r in rounds})},
+            "accepted_by_position": [stream.accepted_by_position for stream in self.streams],
+            "cut": sum(r.cut for r in rounds),
+            "draft_ms": _mean(r.draft_ms for r in rounds),
+            "verify_ms": _mean(r.verify_ms for r in rounds),
+            "commit_ms": _mean(r.commit_ms for r in rounds),
+            "expected_tokens_per_round": _mean(None if isnan(r.expected) else r.expected for r in rounds),
+            "expected_speedup": gained / planned if planned else None,
+            "speedup": true / spent if spent else None,
+        }
+
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()
 
@@ -201,18 +298,21 @@ class Run(msgspec.Struct, omit_defaults=True):
         return msgspec.json.decode(text, type=cls)
 
     def to_pandas(self):
-        """One row a round: stream, round, ms, drafted, accepted, committed, draft_source. Needs pandas."""
+        """One row a round: stream, round and the fields of `Round` by name, without its nodes; a time that was not
+        measured is NaN. Needs pandas."""
         try:
             import pandas
         except ImportError:
             raise ImportError("Run.to_pandas needs pandas. Install it: pip install pandas") from None
-        fields = ["ms", "drafted", "accepted", "committed", "draft_source"]
+        fields = ["ms", "drafted", "accepted", "committed", "draft_source", "depth", "cut", "draft_ms", "verify_ms"]
+        fields += ["commit_ms", "serial_ms", "planned_ms", "expected"]
         rows = [
             (i, j, *(getattr(round, field) for field in fields))
             for i, stream in enumerate(self.streams)
             for j, round in enumerate(stream.rounds)
         ]
-        return pandas.DataFrame(rows, columns=["stream", "round", *fields])
+        times = {field: float for field in fields if field.endswith("ms")}
+        return pandas.DataFrame(rows, columns=["stream", "round", *fields]).astype(times)
 
     def __str__(self) -> str:
         from .views.text import render
@@ -236,5 +336,30 @@ def token_sha(ids: list[int]) -> str:
 
 def accepted_by_position(rounds: list[Round]) -> list[float]:
     """Of the rounds that drafted position k (counted from 1), the share that accepted it."""
-    longest = max((r.drafted for r in rounds), default=0)
-    return [sum(r.accepted >= k for r in rounds) / sum(r.drafted >= k for r in rounds) for k in range(1, longest + 1)]
+    depths, accepted = [r.depth for r in rounds], [r.accepted for r in rounds]
+    shares = []
+    for k in range(1, max(depths, default=0) + 1):
+        shares.append(sum(n >= k for n in accepted) / sum(n >= k for n in depths))
+    return shares
+
+
+def gains(verified: Round) -> tuple[float, float, float, float]:
+    """What a round adds to the two speed-ups: the serial time of the tokens expected and the time planned for them, the
+    serial time of the tokens committed and the time they took. Zeros where it was not measured. Milliseconds."""
+    serial, planned, spent = verified.serial_ms, verified.planned_ms, verified.spent_ms
+    expected = verified.expected
+    told = (0.0, 0.0) if None in (serial, planned) or isnan(expected) else (expected * serial, planned)
+    true = (0.0, 0.0) if None in (serial, spent) else (verified.committed * serial, spent)
+    return (*told, *true)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _of_source(rounds: list[Round], source: str) -> dict[str, Any]:
+    of = [r for r in rounds if r.draft_source == source]
+    drafted, accepted = sum(r.drafted for r in of), sum(r.accepted for r in of)
+    share = accepted / drafted if drafted else None
+    return {"rounds": len(of), "drafted": drafted, "accepted": accepted, "acceptance": share}

@@ -1,6 +1,7 @@
 """Whose states these are: everything that could change a bit of a state, as facts, and the directory of that digest.
 
-Not among the facts is what the row law takes out: threads, the batch, how a prompt was cut, drafts, sampling.
+Not among the facts is what the row law takes out: threads, the batch, how a prompt was cut, sampling, and the drafter,
+for a state holds nothing but rows of the target's prompt pass.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ ENVIRONMENT = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "NVI
 """Variables that choose among kernels of the libraries."""
 
 
-def facts(checkpoint, device: str, drafter: str | None = None, kv: str = "own") -> dict[str, str]:
-    """Name → value or digest. `drafter`: the draft model's folder; `kv`: the form of keys and values."""
+def facts(checkpoint, device: str, kv: str = "own") -> dict[str, str]:
+    """Name → value or digest. `kv`: the form of keys and values."""
     import torch
 
     small = sorted(p for p in checkpoint.path.iterdir() if p.suffix in (".json", ".jinja") and p.is_file())
@@ -42,7 +43,6 @@ def facts(checkpoint, device: str, drafter: str | None = None, kv: str = "own") 
         "device": device_name(device),
         "files": digest(*(part for path in small for part in (path.name.encode(), path.read_bytes()))),
         "weights": weights(checkpoint.path),
-        "drafter": weights(Path(drafter)) if drafter else "none",
         "kv": kv,
         "code": code(),
         "packages": " ".join(f"{name}={version(name)}" for name in PACKAGES),

@@ -101,7 +101,7 @@ def pack(
 def room(key: Sequence[int], tensors: dict[str, Tensor]) -> int:
     """Bytes that the file takes; the header's are an upper bound."""
     header = FRONT.size + 256 + 6 * LABEL + sum(128 + len(name) for name in tensors)
-    sizes = (header, 8 * len(key), *(tensor.nbytes for tensor in tensors.values()))
+    sizes = (header, 8 * len(key), *(tensor.nbytes for tensor in dict.values(tensors)))
     return sum(size + padding(size) for size in sizes)
 
 

@@ -258,7 +258,7 @@ def agree(a: Sequence[int], b: Sequence[int]) -> int:
 
 def size(tensors: dict[str, Tensor], rows: int) -> int:
     """Bytes charged: the tensors and the key (a tuple slot and an int object a row)."""
-    return sum(t.nbytes for t in tensors.values()) + 40 * rows
+    return sum(t.nbytes for t in dict.values(tensors)) + 40 * rows  # unread: they may still arrive
 
 
 def last_mark(rows: int, grain: int) -> int:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tfmagic.errors import Refusal
 
+from .affine import Scheme
+from .names import VISUAL
 from .resolve import not_a_folder
 from .tensors import Tensors
+
+if TYPE_CHECKING:
+    import torch
 
 Family = TypeVar("Family")
 
@@ -26,6 +31,9 @@ class Checkpoint:
     name. Raises Refusal.
     """
 
+    on_read: Callable[[int, int], None] | None = None
+    """Told (bytes read, bytes of the model) while weights are read."""
+
     def __init__(self, path: str | Path):
         self.path = Path(path)
         if not self.path.is_dir():
@@ -36,7 +44,9 @@ class Checkpoint:
         if not self.config:
             raise self._no_config()
         self._check_config()
-        self._tensors = Tensors(self.path)
+        self._tensors = Tensors(self.path, Scheme(self.config, self.name))
+        if self._tensors.mlx and not any(name.startswith(VISUAL) for name in self._tensors):
+            self.config.pop("vision_config", None)  # mlx-lm leaves a tower out and its configuration in
 
     @property
     def name(self) -> str:
@@ -104,9 +114,9 @@ class Checkpoint:
             raise Refusal(f"{self.name} has no tokenizer.json.", fix)
         return path
 
-    def tensors(self) -> Tensors:
-        """The weights by normalised name, read as they are asked for; a fresh tally of what was read."""
-        return self._tensors.fresh()
+    def tensors(self, device: torch.device | str = "cpu") -> Tensors:
+        """The weights by normalised name, to be read to the device; a fresh tally of what was read."""
+        return self._tensors.fresh(device, self.on_read)
 
     def _json(self, name: str) -> dict[str, Any]:
         text = self._read(name)
@@ -144,10 +154,3 @@ class Checkpoint:
             raise Refusal(f"{path} names no model_type.", "Download the model again.")
         if not isinstance(self.config.get("text_config", {}), dict):
             raise Refusal(f"{path} has a text_config that is no object.", "Download the model again.")
-        if "quantization" in self.config:
-            raise Refusal(f"{self.name} is quantised for MLX, which is not read yet.", "Use the bf16 checkpoint.")
-        for part in (self.config, self.config.get("text_config", {})):
-            if quantised := part.get("quantization_config"):
-                method = quantised.get("quant_method", "unnamed") if isinstance(quantised, dict) else quantised
-                problem = f"{self.name} is quantised ({method}), which is not read yet."
-                raise Refusal(problem, "Use the bf16 checkpoint.")

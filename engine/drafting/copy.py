@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from .draft import NOTHING, ROWS, Draft
+
 MATCH = 8
 """Tokens that must agree before anything is copied."""
-FIRST, WIDEST = 8, 16
+FIRST, WIDEST = 8, ROWS
 """Rows of the first window, and of the widest: the pending token and its drafts."""
+USUAL, WEIGHT = 0.8, 2.0
+"""The chance that a copied token is right behind right ones, before a stream has copied; it counts as so many copied
+tokens."""
+MEMORY, DOUBT = 0.7, 0.98
+"""What is left of a stream's record after a copy was verified, and after one was not worth it."""
 
 
 class Copier:
@@ -43,3 +50,42 @@ class Width:
     def learn(self, drafted: int, accepted: int) -> None:
         if drafted:
             self.rows = min(2 * self.rows, WIDEST) if accepted == drafted else max(self.rows // 2, 2)
+
+
+class Record:
+    """How often a stream's copied tokens were right: the chance that the next one is, if those before it are.
+
+    A copy that was not worth its rows teaches nothing, so doubt fades with every one, and one day a copy is tried
+    again.
+    """
+
+    def __init__(self):
+        self.right = self.tried = 0.0
+
+    @property
+    def chance(self) -> float:
+        return (self.right + USUAL * WEIGHT) / (self.tried + WEIGHT)
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Of a copy at hand `drafted` tokens were verified and `accepted` were right."""
+        kept = MEMORY if drafted else DOUBT
+        self.right = kept * self.right + accepted
+        self.tried = kept * self.tried + accepted + (accepted < drafted)
+
+
+class Copies:
+    """One stream's copies: what to copy, how much of it, and how likely it is."""
+
+    def __init__(self, ids: list[int]):
+        self.copier, self.width, self.record = Copier(ids), Width(), Record()
+
+    def draft(self, limit: int) -> Draft:
+        """At most `limit` guesses, a chain."""
+        ids = self.copier.propose(min(self.width.rows - 1, limit))
+        chance = self.record.chance
+        chances = [chance**depth for depth in range(1, len(ids) + 1)]
+        return Draft(ids, list(range(len(ids))), chances, "copy") if ids else NOTHING
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        self.width.learn(drafted, accepted)
+        self.record.learn(drafted, accepted)

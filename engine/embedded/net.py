@@ -370,8 +370,11 @@ class Net:
             dtype,
         )
 
-    def read(self, ids, positions, features=None, slots=None):
-        """ids [B, L], positions [3, B, L]; features replace the flat rows `slots` -> hidden [B * L, D] f32."""
+    def read(self, ids, positions, features=None, slots=None, taps=None):
+        """ids [B, L], positions [3, B, L]; features replace the flat rows `slots` -> hidden [B * L, D] f32.
+
+        `taps`: a dict by layer; the rows after each of its layers become its values.
+        """
         sizes, f, dtype = self.text_sizes, self.f, self.dtype
         batch, length = ids.shape
         x = self.weights[EMBED].index_select(0, ids.reshape(-1).long()).float()
@@ -453,6 +456,8 @@ class Net:
                 o = F.scaled_dot_product_attention(*(rows(a).transpose(1, 2) for a in (q, k, v)), is_causal=True)
                 o = o.transpose(1, 2).reshape(batch * length, heads, width)
                 x = f["attention_out"](x, o, gate, *self.part(at, "self_attn.o_proj.weight"), *tail, dtype)
+            if taps is not None and i in taps:
+                taps[i] = x
         return x
 
     def judge(self, batch, longest, pixels=None):

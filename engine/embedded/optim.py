@@ -9,12 +9,13 @@ import math
 import torch
 
 ALIGN = 64
-SHAPES = ((128, 512), (320, 768), (512, 512))
+SHAPES = ((128, 512), (320, 768), (512, 512), (320, 960))
+TABLES = ("embed", "in_proj_a", "in_proj_b", "codebook", "kernel_projection")
 
 
 def is_matrix(name, tensor):
     """True for what Muon updates: matrices that map activations, no tables and no gate projections."""
-    return tensor.ndim == 2 and not any(part in name for part in ("embed", "in_proj_a", "in_proj_b"))
+    return tensor.ndim == 2 and not any(part in name for part in TABLES)
 
 
 class Store:

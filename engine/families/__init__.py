@@ -1,16 +1,32 @@
 """The architectures: one folder each, one line here each.
 
-A family object gives the engine what it needs of a model: see `qwen3_5.Model`, whose public names are the seam.
+A family object gives the engine what it needs of a model: see `qwen3_5.Model`, whose public names are the seam. A
+family may have two forms of it, of the same names: `exact`, whose sums are exact, and `bf16`, which is made for a GPU.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 
+from tfmagic.errors import Refusal
+
 FAMILIES = {"qwen3_5": "tfmagic.engine.families.qwen3_5"}
-"""`model_type` of config.json -> the module whose `Model(checkpoint, device, context)` runs it."""
+"""`model_type` of config.json -> the module whose `Model(checkpoint, device, context, kv)` runs it exactly, and whose
+`gpu` folder has the same of its bf16 form."""
+FORMS = ("exact", "bf16")
+KV = ("bf16", "fp8")
 
 
-def load(checkpoint, device, context: int | None = None):
-    """The model of a checkpoint, weights read and ready. Raises Refusal naming what does not fit."""
-    return import_module(checkpoint.choose(FAMILIES)).Model(checkpoint, device, context)
+def load(checkpoint, device, context: int | None = None, form: str | None = None, kv: str = "bf16"):
+    """The model of a checkpoint, weights read and ready. Raises Refusal naming what does not fit.
+
+    `form`: one of `FORMS`; None: exact, on a GPU too, where the bf16 form is still on trial. `kv`: what keys and values
+    are held in, one of `KV`; the exact form's own is finer than bf16 and stands for it.
+    """
+    module = checkpoint.choose(FAMILIES)
+    form = form or "exact"
+    if form not in FORMS:
+        raise Refusal(f"There is no numeric form {form!r}.", f"Use {' or '.join(FORMS)}.")
+    if kv not in KV:
+        raise Refusal(f"The KV cache cannot be held in {kv!r}.", f"Use --kv-cache {' or '.join(KV)}.")
+    return import_module(module + ".gpu" * (form == "bf16")).Model(checkpoint, device, context, kv)

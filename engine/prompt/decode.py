@@ -60,7 +60,7 @@ def rgb(image: Image.Image) -> Image.Image:
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255)), image)
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def eight_bit(image: Image.Image) -> Image.Image:

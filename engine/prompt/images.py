@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
@@ -144,7 +146,8 @@ class Header(NamedTuple):
 def prepare(
     refs: Sequence[ImageRef], encoded: Mapping[str, bytes], family: Family, limits: Limits, cache: ImageCache
 ) -> list[PreparedImage]:
-    """The images in the order of `refs`, their `start` still 0. Every limit is checked before the first is decoded.
+    """The images in the order of `refs`, their `start` still 0. Every limit is checked before the first is decoded;
+    new ones are decoded side by side, in threads (Pillow, numpy and hashlib leave the interpreter's lock alone).
 
     Raises Refusal naming the image and the limit; MissingImages when bytes are needed.
     """
@@ -158,15 +161,22 @@ def prepare(
         raise MissingImages(missing)
     lengths = {digest: image.encoded if image else len(encoded[digest]) for digest, image in known.items()}
     check_bytes([(ref.name, lengths[ref.digest]) for ref in refs], limits)
-    heads = [known[ref.digest] or header(encoded[ref.digest], ref, limits) for ref in refs]
-    check_sizes([(ref.name, head.width, head.height) for ref, head in zip(refs, heads)], family, limits)
-    images = []
-    for ref, head in zip(refs, heads):
-        if isinstance(head, Header):
-            make = partial(prepared, encoded[ref.digest], ref, head, family)
-            head = cache.prepare((ref.digest, fingerprint), make)
-        images.append(replace(head, name=ref.name))
-    return images
+    several = sum(image is None for image in known.values()) > 1
+    with ThreadPoolExecutor(min(len(refs), os.cpu_count() or 1)) if several else nullcontext() as threads:
+        each = threads.map if threads else map
+        heads = list(each(lambda ref: known[ref.digest] or header(encoded[ref.digest], ref, limits), refs))
+        check_sizes([(ref.name, head.width, head.height) for ref, head in zip(refs, heads)], family, limits)
+        return list(each(lambda ref, head: made(ref, head, encoded, family, cache), refs, heads))
+
+
+def made(
+    ref: ImageRef, head: Header | PreparedImage, encoded: Mapping[str, bytes], family: Family, cache: ImageCache
+) -> PreparedImage:
+    """The image under this name, decoded unless it is known."""
+    if isinstance(head, Header):
+        make = partial(prepared, encoded[ref.digest], ref, head, family)
+        head = cache.prepare((ref.digest, family.preprocessor.fingerprint), make)
+    return replace(head, name=ref.name)
 
 
 def shown(name: str) -> str:

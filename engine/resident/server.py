@@ -38,7 +38,7 @@ SAVING = 1.2
 """Seconds that states have to get to disk in when the engine ends; clients wait for three in all."""
 SETTINGS = (
     *("prompt_cache_gib", "context", "learn_conversations", "spill_gib"),
-    *("learn_dir", "learn_gib", "learn_min_free_gib", "learn_daily_gib"),
+    *("learn_dir", "learn_gib", "learn_min_free_gib", "learn_daily_gib", "drafter", "drafter_bits", "form", "kv_cache"),
 )
 """The options that `engine.open.Settings` takes."""
 
@@ -215,6 +215,7 @@ class Server:
             model=self.opened.name,
             device=str(self.opened.device),
             context=self.opened.context,
+            drafter=self.opened.drafter,
             **{name: counts[name] for name in State.__struct_fields__ if name in counts},
         )
 

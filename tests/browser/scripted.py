@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tfmagic import protocol
-from tfmagic.run import Picture, Round, Run, Stream, Token
+from tfmagic.run import Node, Picture, Round, Run, Stream, Token
 
 REPLIES = [
     "The kite on the left is red with a long blue tail, and the one on the right is a small green kite with two "
@@ -30,7 +30,7 @@ REPLIES = [
     "A hill with three trees, a white dog, and two kites above it. I would say it is a windy afternoon, since the "
     "tails of both kites are stretched out flat.",
 ]
-WRONG = [" and a house", " in the sky", " of the", " which is", " with a red", ", and", " over the river", " boat"]
+WRONG = [" and", " in", " of", " which", " with", ",", " over", " boat", " a", " sky", " house", " it", "\n", " that"]
 
 Timed = tuple[float, protocol.Event]
 """Seconds to wait before the event, and the event."""
@@ -51,18 +51,41 @@ def rounds(stream: int, text: str, draft: bool, pace: float, ms: float = 60.0) -
     """A stream's rounds until its text is said."""
     rng, left, now = random.Random(stream + 7), pieces(text), ms
     while left:
-        copy = draft and rng.random() < 0.2
-        drafted = rng.choice((4, 7, 7, 7)) if draft and not copy else 15 if copy else 0
+        source = rng.choices(("copy", "tree", "block"), (2, 6, 2))[0] if draft else "none"
+        likely = 0.94 if source == "copy" else 0.78
+        depth = {"copy": 15, "tree": 7, "block": 5, "none": 0}[source]
         accepted = 0
-        while accepted < min(drafted, len(left) - 1) and rng.random() < (0.94 if copy else 0.78):
+        while accepted < min(depth, len(left) - 1) and rng.random() < likely:
             accepted += 1
+        nodes = grow(rng, left[:accepted], depth, 15 if source == "tree" else depth, likely)
         said, left = left[: accepted + 1], left[accepted + 1 :]
         made = ["draft"] * accepted + ["plain"]
         now += 1e3 * pace
-        rejected = rng.choice(WRONG) if accepted < drafted else ""
-        source = "copy" if copy else "block" if draft else "none"
         tokens = [Token(id=hash(p) % 50_000, piece=p, made=m) for p, m in zip(said, made, strict=True)]
-        yield pace, protocol.Committed("", stream, Round(now, drafted, accepted, len(said), source, rejected), tokens)
+        yield pace, protocol.Committed("", stream, timed_round(rng, now, len(said), source, nodes), tokens)
+
+
+def grow(rng: random.Random, right: list[str], depth: int, rows: int, likely: float) -> list[Node]:
+    """A tree of draft rows around the path that is accepted; a chain where it has no more rows than that path."""
+    nodes = [Node(piece, k, round(likely ** (k + 1), 3), True) for k, piece in enumerate(right)]
+    row = len(nodes)
+    while len(nodes) < min(rows, depth):  # the first guess goes on where the model does not
+        nodes.append(Node(rng.choice(WRONG), row, round(likely ** (len(nodes) + 1), 3)))
+        row = len(nodes)
+    while len(nodes) < rows:
+        parent = rng.choice([0, 0, 1, 1, 2, 3, *range(depth, len(nodes))])
+        chance = 0.4 * (nodes[parent - 1].chance if parent else 1.0) * rng.random()
+        nodes.append(Node(rng.choice(WRONG), parent, round(chance, 3)))
+    return nodes
+
+
+def timed_round(rng: random.Random, ms: float, committed: int, source: str, nodes: list[Node]) -> Round:
+    """The round with the times of an engine whose pass takes 5 ms and 0.05 ms more a row."""
+    draft_ms, verify_ms = (0.7 if source in ("tree", "block") else 0.05), 5.0 + 0.05 * len(nodes)
+    planned = draft_ms + verify_ms + 0.1
+    jitter = [round(x * (1 + 0.2 * rng.random()), 3) for x in (draft_ms, verify_ms, 0.2)]
+    cut = rng.choice((0, 0, 0, 3, 6)) if source == "tree" else 0
+    return Round(ms, committed, source, nodes, cut, *jitter, serial_ms=5.2, planned_ms=planned)
 
 
 def woven(*streams: Iterator[Timed]) -> Iterator[Timed]:
@@ -106,7 +129,7 @@ def ending(streams: int, status: str = "done", ms: float = 1810.0, error: str | 
     yield 0.0, protocol.Done("", status, ms, error)
 
 
-def talk(n: int, repeat: int = 1, draft: bool = True, pace: float = 0.05) -> Iterator[Timed]:
+def talk(n: int, repeat: int = 1, draft: bool = True, pace: float = 0.07) -> Iterator[Timed]:
     texts = [" ".join([REPLIES[i % 4]] * repeat) for i in range(n)]
     return woven(*(rounds(i, " " + rest(text), draft, pace) for i, text in enumerate(texts)))
 
@@ -212,7 +235,7 @@ def state_after(name: str, events: int | None = None) -> dict:
 
 
 GALLERY = [("cold", 2), ("cold", 7), ("warm", 20), ("two", 24), ("four", 30), ("plain", 40), ("long", 400)]
-GALLERY += [("failed", None)]
+GALLERY += [("failed", None), ("warm", None), ("four", None)]
 
 
 def literal(value) -> str:

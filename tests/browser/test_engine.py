@@ -31,6 +31,7 @@ CELLS = [
     "%unload_ext tfmagic\nfrom tfmagic.views.live import CONTROL\n"
     "print(CONTROL in get_ipython().kernel.comm_manager.targets)",
     f"%%tfold --bg -o later\nWhat is {LONG[: len(LONG) // 2]}",
+    "%tfold last --live",
 ]
 TOLD = 5
 CHUNK = 2.0
@@ -126,6 +127,12 @@ def test_a_notebook_on_the_real_engine(notebook, page, engine):
     book.run(6)
     expect(book.cell(6)).to_contain_text("done")
     assert mimes(book, 6)[-1] == ["text/html", "text/plain"]
+
+    # The same run as a panel, to step through its rounds; the file gets the card.
+    book.run(9)
+    panel = book.panel(9)
+    expect(panel).to_have_attribute("data-status", "done")
+    expect(panel.locator(".tfm-round")).to_contain_text("Round 1 of")
     saved = book.save()
     assert "widgets" not in saved["metadata"]
     assert not re.search("widget-view|model_id", book.path.read_text())

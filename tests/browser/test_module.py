@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import scripted
 
-from tfmagic.views import live
+from tfmagic.views import frames, live
 
 PAGE = """<!doctype html><style>%s</style><main></main><script type="module">
 const {default: make} = await import(URL.createObjectURL(new Blob([%s], {type: "text/javascript"})));
@@ -127,6 +127,127 @@ def test_stop_without_a_kernel_to_reach_is_a_widget_message(alone, told):
     assert alone.evaluate("() => sent") == [{"op": "stop", "panel": told.first["head"]["panel"]}]
 
 
+def bar(page, k: int) -> tuple[float, float]:
+    """Where round k's bar is, for a strip that holds all rounds."""
+    box = page.get_by_test_id("tfm-rounds-0").bounding_box()
+    return box["x"] + 8 * k + 3, box["y"] + 20
+
+
+def test_a_round_shows_its_tree_when_it_is_pointed_at(alone, told):
+    tell(alone, told.frames)
+    peek, rounds = alone.locator(".tfm-peek"), told.record.streams[0].rounds
+    assert not peek.is_visible()
+    alone.mouse.move(*bar(alone, 4))
+    peek.wait_for()
+    assert peek.locator("b").inner_text() == f"Round 5 of {len(rounds)}"
+    boxes = peek.locator("g:not(.root):not(.own)")
+    assert boxes.count() == rounds[4].drafted
+    assert peek.locator("g.in, g.copied").count() == rounds[4].accepted
+    alone.mouse.move(5, 5)
+    peek.wait_for(state="hidden")
+
+
+def test_rounds_are_stepped_through_by_keyboard(alone, told):
+    tell(alone, told.frames)
+    shown(alone)
+    rounds, strip, pinned = told.record.streams[0].rounds, alone.get_by_test_id("tfm-rounds-0"), ".tfm-round"
+    assert strip.get_attribute("role") == "slider" and strip.get_attribute("aria-valuemax") == str(len(rounds))
+    strip.focus()
+    steps = [("ArrowLeft", -2), ("ArrowLeft", -3), ("ArrowRight", -2), ("Home", 0), ("ArrowLeft", 0), ("End", -1)]
+    for key, at in steps:
+        alone.keyboard.press(key)
+        assert strip.get_attribute("aria-valuenow") == str(range(len(rounds))[at] + 1), key
+    assert alone.locator(pinned).is_hidden() and alone.locator(".tfm-peek").is_visible()
+    tree = next(k for k, verified in enumerate(rounds) if verified.draft_source == "tree" and verified.accepted > 1)
+    alone.keyboard.press("Home")
+    for _ in range(tree):
+        alone.keyboard.press("ArrowRight")
+    said, verified = strip.get_attribute("aria-valuetext"), rounds[tree]
+    for words in (
+        f"round {tree + 1} of {len(rounds)}; tree, {verified.drafted} rows drafted, {verified.accepted} accepted",
+        f"expected {verified.expected:.1f} tokens, gave {verified.committed}",
+        f"draft {verified.draft_ms:.1f} · verify {verified.verify_ms:.1f} · commit {verified.commit_ms:.1f} ms",
+        "".join(node.piece for node in verified.nodes if node.accepted),
+    ):
+        assert words in said
+    alone.keyboard.press("Enter")
+    pinned = alone.locator(pinned)
+    assert pinned.is_visible() and alone.locator(".tfm-peek").is_hidden()
+    assert pinned.locator("g.in").count() == verified.accepted and pinned.locator("g.root").count() == 1
+    later = pinned.get_by_role("button", name="later round")
+    later.click()
+    later.click()
+    assert strip.get_attribute("aria-valuenow") == str(tree + 3)
+    assert later.evaluate("el => el === document.activeElement"), "the button keeps the focus"
+    strip.focus()
+    alone.keyboard.press("Escape")
+    assert pinned.is_hidden()
+
+
+def test_a_tree_opens_and_closes_by_click_and_stays_while_the_run_goes_on(alone, told):
+    tell(alone, told.frames[:14])
+    shown(alone)
+    alone.mouse.click(*bar(alone, 1))
+    pinned = alone.locator(".tfm-round")
+    assert "Round 2 of" in pinned.inner_text()
+    tell(alone, told.frames[14:])
+    shown(alone)
+    assert f"Round 2 of {len(told.record.streams[0].rounds)}" in pinned.inner_text()
+    alone.mouse.click(*bar(alone, 1))
+    assert pinned.is_hidden()
+
+
+def test_rounds_that_the_page_lacks_are_asked_for_once(alone, told):
+    last = json.loads(json.dumps(told.last))
+    trees = last["streams"]["0"]["trees"]
+    last["streams"]["0"]["trees"] = trees[-2:]
+    alone.evaluate("state => snapshot(state)", last)
+    shown(alone)
+    alone.mouse.click(*bar(alone, 3))
+    alone.mouse.click(*bar(alone, 4))
+    pinned = alone.locator(".tfm-round")
+    assert "asked for" in pinned.inner_text()
+    asked = [message for message in alone.evaluate("() => sent") if message["op"] == "trees"]
+    assert asked and {(message["stream"], message["panel"]) for message in asked} == {(0, last["head"]["panel"])}
+    assert len({message["round"] // 8 for message in asked}) == len(asked), "a place is asked for once"
+    answer = {"asked": {"stream": 0, **frames.rounds(told.record.streams[0], 0, 8)}}
+    alone.evaluate("answer => tell('msg:custom', answer)", json.loads(json.dumps(answer)))
+    shown(alone)
+    assert pinned.locator("g.root").count() == 1
+
+
+def test_a_snapshot_forgets_no_round(alone, told):
+    tell(alone, told.frames[:-1])
+    last = json.loads(json.dumps(told.last))
+    last["streams"]["0"]["trees"] = last["streams"]["0"]["trees"][-1:]
+    alone.evaluate("state => snapshot(state)", last)
+    shown(alone)
+    alone.mouse.click(*bar(alone, 2))
+    assert alone.locator(".tfm-round").locator("g.root").count() == 1
+    assert not [message for message in alone.evaluate("() => sent") if message["op"] == "trees"]
+
+
+def test_the_tile_tells_whether_drafting_paid(alone, told):
+    tell(alone, told.frames)
+    shown(alone)
+    drafting = told.record.drafting
+    said = alone.get_by_role("group", name="Drafts accepted").inner_text().replace("\xa0", " ")
+    assert f"×{drafting['speedup']:.1f} faster (expected ×{drafting['expected_speedup']:.1f})" in said
+    assert f"{drafting['cut']} rows cut" in said
+    for source, of in drafting["by_source"].items():
+        if of["drafted"]:
+            assert f"{'copies' if source == 'copy' else source} {100 * of['acceptance']:.0f} %" in said
+
+
+def test_a_speedup_that_is_not_known_is_a_dash(alone, told):
+    tell(alone, told.frames)
+    cases = (([0.9, None], "×0.90, slower (expected –)"), ([None, 3.04], "– speed-up (expected ×3.0)"))
+    for seq, (speedup, words) in enumerate(cases, told.frames[-1]["seq"] + 1):
+        tell(alone, [{"seq": seq, "elapsed": 9.0, "head": {"speedup": speedup}, "streams": {}}])
+        shown(alone)
+        assert words in alone.get_by_role("group", name="Drafts accepted").inner_text()
+
+
 def test_words_of_a_run_stay_words(alone, told):
     """Nothing that a run says is markup."""
     evil = "<img src=x onerror=\"document.body.dataset.bad='1'\">"
@@ -137,14 +258,14 @@ def test_words_of_a_run_stay_words(alone, told):
         "pictures": [[evil, 1, 1, 0, 10, True]],
         "drafts": {evil: [1, 2, 1]},
     }
-    tell(
-        alone,
-        [
-            *told.frames[:12],
-            {**told.frames[12], "head": head, "streams": {"0": {"segments": [["d", evil], ["x", evil]]}}},
-        ],
-    )
+    before = [frame["streams"]["0"] for frame in told.frames[:12] if "bars" in frame["streams"].get("0", {})]
+    k = before[-1]["rounds"]
+    tree = {"root": evil, "pieces": [evil], "parents": [0], "chances": [50], "taken": [], "own": evil, "ms": [1, 1, 1]}
+    news = {"segments": [["d", evil], ["x", evil]], "rounds": k + 1, "bars": [[1, 0, evil, 0, 1]], "trees": [tree]}
+    tell(alone, [*told.frames[:12], {**told.frames[12], "head": head, "streams": {"0": news}}])
     shown(alone)
+    alone.mouse.click(*bar(alone, k))
+    assert alone.locator(".tfm-round").locator("g").count() == 3
     assert alone.locator("main img").count() == 0
     assert alone.evaluate("() => document.body.dataset.bad ?? ''") == ""
 

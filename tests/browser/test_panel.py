@@ -187,7 +187,7 @@ def test_the_prompt_is_drawn_as_it_is_computed(notebook, page):
 
 
 def test_four_streams_stand_side_by_side(notebook, page):
-    book = notebook(watch("four", 0.5))
+    book = notebook(watch("four", 0.3))
     book.run(0, wait=False)
     panel = book.panel(0)
     expect(panel).to_have_attribute("data-status", "decoding")
@@ -333,6 +333,65 @@ def test_a_page_reloaded_in_mid_run_ends_with_the_card(notebook, page, backgroun
         sorted(saved["cells"][0]["outputs"][0]["data"]) == ["text/html", "text/plain"]
         and "widgets" not in saved["metadata"]
     )
+
+
+REPLAY = """import scripted
+from tfmagic.views import live
+run, events = scripted.scenario({name!r})
+for wait, event in events:
+    run.apply(event)
+live.replay(run)
+"""
+KEPT = "print(len(live._open), len(live._kept))"
+
+
+def test_a_finished_run_is_stepped_through_and_saved_as_its_card(notebook, page):
+    book = notebook(REPLAY.format(name="long"), KEPT)
+    book.run(0)
+    panel, strip = book.panel(0), book.panel(0).get_by_test_id("tfm-rounds-0")
+    expect(panel).to_have_attribute("data-status", "done")
+    n = int(strip.get_attribute("aria-valuemax"))
+    assert n > 256, "more rounds than the panel holds from the start"
+    pinned = panel.locator(".tfm-round")
+    expect(pinned).to_contain_text(f"Round 1 of {n}")
+    expect(pinned.locator("g.root")).to_have_count(1)  # the kernel has answered
+    strip.focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    expect(pinned).to_contain_text("Round 4 of")
+    panel.evaluate("el => el.scrollIntoView()")
+    picture(page, "panel_tree.png")
+    saved = book.save()["cells"][0]["outputs"]
+    assert [sorted(output["data"]) for output in saved] == CARD and "Round" in "".join(saved[0]["data"]["text/html"])
+    assert "widgets" not in json.loads(book.path.read_text())["metadata"]
+    expect(pinned).to_contain_text("Round 4 of")  # the panel stays on the page
+    book.run(1)
+    assert book.text(1).split() == ["0", "1"]
+    page.evaluate("() => { jupyterapp.shell.currentWidget.content.widgets[0].model.clearExecution() }")
+    expect(panel).to_have_count(0)
+    book.run(1)
+    assert book.text(1).split() == ["0", "0"], "the page said that the view is gone"
+
+
+def test_a_tree_can_be_read_in_the_dark(notebook, page):
+    book = notebook(REPLAY.format(name="two"))
+    page.evaluate("() => jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
+    try:
+        page.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'")
+        book.run(0)
+        panel = book.panel(0)
+        strip = panel.get_by_test_id("tfm-rounds-1")
+        strip.focus()
+        page.keyboard.press("Home")
+        peek = panel.locator(".tfm-peek")
+        expect(peek).to_be_visible()
+        page.keyboard.press("Enter")
+        expect(peek).to_be_hidden()
+        expect(panel.locator(".tfm-round").nth(1).locator("g.root")).to_have_count(1)
+        panel.evaluate("el => el.scrollIntoView()")
+        picture(page, "panel_tree_dark.png")
+    finally:
+        page.evaluate("() => jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Light'})")
 
 
 def test_the_page_asked_for_nothing_outside_this_machine_and_had_no_error(notebook, asked, complaints):

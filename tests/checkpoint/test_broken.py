@@ -59,7 +59,13 @@ def test_text_config_is_no_object(folder):
     [
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantised \(fp8\)"),
         ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, r"quantised \(awq\)"),
-        ({"quantization": {"group_size": 64, "bits": 4}}, "quantised for MLX"),
+        ({"quantization_config": {"quant_algo": "NVFP4"}}, r"quantised \(unnamed\)"),
+        ({"quantization": "int4"}, r"quantised \(int4\)"),
+        ({"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}, "MLX's mode 'mxfp4'"),
+        ({"quantization": {"group_size": 64, "bits": 3}}, "packs the model in 3 bits by groups of 64"),
+        ({"quantization": {"group_size": 10**40, "bits": 4}}, "packs the model in 4 bits by groups of 1000"),
+        ({"quantization": {"group_size": "64", "bits": True}}, "packs the model in True bits by groups of '64'"),
+        ({"quantization": {"bits": 4, "lm_head": {"bits": 5}}}, "packs lm_head in 5 bits"),
     ],
 )
 def test_quantised_by_config(folder, extra, match):
@@ -171,11 +177,42 @@ def test_a_header_that_promises_the_world(folder):
     refused(folder, "cut short or no safetensors")
 
 
-def test_overlapping_tensors_are_refused_when_read(folder):
-    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-    write_header(folder, {"model.a": entry, "model.b": entry}, b"\0" * 4)
-    with pytest.raises(Refusal, match="cannot be read"):
-        Checkpoint(folder.path).tensors()["model.language_model.a"]
+@pytest.mark.parametrize(
+    ("begin", "how"), [(0, r"'model\.b' overlaps another"), (2, "overlaps another"), (8, "leaves a hole before it")]
+)
+def test_tensors_lie_side_by_side(folder, begin, how):
+    first = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    second = {"dtype": "F32", "shape": [1], "data_offsets": [begin, begin + 4]}
+    write_header(folder, {"model.a": first, "model.b": second}, b"\0" * (begin + 4))
+    refused(folder, how)
+
+
+def test_a_file_that_shrinks_while_it_is_read(folder):
+    tensors = Checkpoint(folder.path).tensors()
+    path = folder.path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(Refusal, match="has become shorter"):
+        _ = [tensors[name] for name in tensors]
+
+
+def test_a_file_that_goes_before_it_is_read(folder):
+    tensors = Checkpoint(folder.path).tensors()
+    (folder.path / "model.safetensors").unlink()
+    with pytest.raises(Refusal, match="cannot be read: No such file"):
+        _ = tensors["lm_head.weight"]
+
+
+def test_a_tensor_that_no_memory_holds(empty):
+    path = empty.path / "model.safetensors"
+    text = json.dumps({"model.a": {"dtype": "F32", "shape": [1 << 41], "data_offsets": [0, 1 << 43]}}).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        try:
+            file.truncate(8 + len(text) + (1 << 43))
+        except OSError:
+            pytest.skip("this file system holds no file of 8 TiB")
+    with pytest.raises(Refusal, match=r"no room for F32 \[2199023255552\]"):
+        _ = Checkpoint(empty.path).tensors()["model.language_model.a"]
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tfmagic.engine.checkpoint import Checkpoint, resolve
-from tfmagic.engine.checkpoint.tensors import normalised
+from tfmagic.engine.checkpoint.names import normalised
 from tfmagic.errors import Refusal
 
 TEXT = "model.language_model."

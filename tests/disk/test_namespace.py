@@ -85,8 +85,8 @@ def test_threads_and_place_do_not_matter(folder, tmp_path):
     assert name(moved) == before
 
 
-def test_drafter_kv_form_code_packages_device_and_environment(folder, monkeypatch):
-    names = [name(folder), name(folder, drafter=str(folder)), name(folder, kv="fp8")]
+def test_kv_form_code_packages_device_and_environment(folder, monkeypatch):
+    names = [name(folder), name(folder, kv="fp8")]
     real = namespace.version
     with monkeypatch.context() as m:
         m.setattr(namespace, "version", lambda p: "9" if p == "torch" else real(p))
@@ -101,7 +101,7 @@ def test_drafter_kv_form_code_packages_device_and_environment(folder, monkeypatc
     with monkeypatch.context() as m:
         m.setenv("MKL_CBWR", "COMPATIBLE")
         names.append(name(folder))
-    assert len(set(names)) == len(names) == 8
+    assert len(set(names)) == len(names) == 7
 
 
 def test_the_code_s_digest_follows_kernels_and_engine(tmp_path, monkeypatch):

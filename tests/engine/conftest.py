@@ -46,9 +46,12 @@ def text_prompt(ids: list[int], marks=()) -> Prompt:
 class Bench:
     """An engine with its events folded into runs as a client would."""
 
-    def __init__(self, model, budget: int = 1 << 30, memory: int = 1 << 40, store: Store | None = None):
+    def __init__(
+        self, model, budget: int = 1 << 30, memory: int = 1 << 40, store: Store | None = None, drafter=None, curve=None
+    ):
         self.events, self.runs, self.numbers = [], {}, count()
-        self.engine = Engine(model, Store(budget, model.grain) if store is None else store, self.take, letter, memory)
+        store = Store(budget, model.grain) if store is None else store
+        self.engine = Engine(model, store, self.take, letter, memory, drafter, curve)
 
     def take(self, event) -> None:
         self.events.append(event)
@@ -95,7 +98,7 @@ class Oracle:
 @pytest.fixture
 def oracle(monkeypatch):
     """Streams draft by `Oracle`; returns its list of known contexts, to be filled."""
-    monkeypatch.setattr("tfmagic.engine.stream.Copier", Oracle)
+    monkeypatch.setattr("tfmagic.engine.drafting.copy.Copier", Oracle)
     monkeypatch.setattr(Oracle, "known", [])
     return Oracle.known
 

@@ -11,24 +11,32 @@ from dataclasses import replace
 import pytest
 
 from tfmagic.engine.cache.disk import Disk, Limits
+from tfmagic.engine.cache.segments import memory
 from tfmagic.engine.cache.store import Store
-from tfmagic.run import Run
+from tfmagic.run import Run, Token
 
-from .conftest import GREEDY, SEEDED, Bench, picture_prompt
+from .conftest import GREEDY, SEEDED, Bench, letter, picture_prompt
+from .drafters import BAD, BROKEN, GOOD, Drafter, Fixed
 from .test_loop import ids
 
 LONGEST = 12
 """Tokens of a reply."""
 BETWEEN = ids(45, 50)
 """What stands between a reply and the next turn."""
-MUST_HAPPEN = ("accepted", "rejected", "cached", "settled", "cancelled", "restarts", "evicted", "packed", "failed")
+MUST_HAPPEN = (
+    "accepted", "rejected", "cached", "settled", "cancelled", "restarts", "evicted", "packed", "failed",
+    "copy", "tree", "block", "none", "branches", "mixed", "cut", "ended in a draft", "stopped by a string", "logprobs",
+    "drafters that failed", "cancelled in a draft",
+)  # fmt: skip
+STEEP, FLAT = Fixed({1: {1: 1.0, 16: 9.0}}), Fixed({1: {1: 9.0, 16: 9.1}})
+"""Rounds whose rows are dear, and rounds whose rows are cheap."""
 
 
 def fingerprint(tensors) -> bytes:
     """Of a whole state, every tensor's name, shape and bytes."""
     seen = hashlib.sha256()
     for name in sorted(tensors):
-        seen.update(f"{name} {tuple(tensors[name].shape)}".encode() + tensors[name].contiguous().numpy().tobytes())
+        seen.update(f"{name} {tuple(tensors[name].shape)}".encode() + memory(tensors[name].contiguous()))
     return seen.digest()
 
 
@@ -87,10 +95,14 @@ class World:
         return prompt
 
     def reply(self, number: int, sampling) -> list[int]:
-        plain = replace(sampling, draft="off", max_tokens=LONGEST, stop=[])
+        return [token.id for token in self.tokens(number, sampling)]
+
+    def tokens(self, number: int, sampling) -> list[Token]:
+        """The whole reply with its log probabilities."""
+        plain = replace(sampling, draft="off", max_tokens=LONGEST, stop=[], logprobs=2)
         name = (number, plain.temperature, plain.seed if plain.temperature else None)
         if name not in self.replies:
-            self.replies[name] = Bench(self.model, budget=0).run(self.prompts[number], plain).streams[0].token_ids
+            self.replies[name] = Bench(self.model, budget=0).run(self.prompts[number], plain).streams[0].tokens
         return self.replies[name]
 
     def state(self, key: tuple[int, ...]) -> bytes:
@@ -152,16 +164,21 @@ class Play:
         monkeypatch.setattr("tfmagic.engine.scheduler.SLICE_BESIDE", 64 * rng.choice([1, 2, 4]))
         monkeypatch.setattr("tfmagic.engine.cache.store.SPARSE", 64 * rng.choice([1, 2, 16]))
         monkeypatch.setattr(world.model, "packed", rng.choice([64, 200, 512, 4096]))
-        monkeypatch.setattr("tfmagic.engine.stream.Copier", Trickster)
+        monkeypatch.setattr("tfmagic.engine.drafting.copy.Copier", Trickster)
         monkeypatch.setattr(Trickster, "rng", random.Random(seed))
         monkeypatch.setattr(Trickster, "known", [])
         self.budget = rng.choice([0, 300_000, 300_000, 1 << 30, 1 << 30])
+        self.drafter = None
+        if rng.random() < 0.8:
+            ways = rng.choice([GOOD, GOOD, BAD, GOOD + BAD, [*GOOD * 3, *BAD * 3, *BROKEN]])
+            self.drafter = Drafter(ways, seed)
+        self.curve = rng.choice([None, None, STEEP, FLAT])
         self.durable = rng.random() < 0.2
         at = rng.randrange(len(world.prompts))
         self.topic = [*range(at, min(at + 4, len(world.prompts))), rng.randrange(len(world.prompts))]
         self.store = self.new_store()
-        self.bench = Bench(world.model, store=self.store)
-        self.asked: list[tuple[Run, object, list[list[int]]]] = []
+        self.bench = Bench(world.model, store=self.store, drafter=self.drafter, curve=self.curve)
+        self.asked: list[tuple[Run, object, list[list[Token]]]] = []
         self.cancelled, self.lost, self.stores = set(), set(), [self.store]
         self._watch_packs()
 
@@ -180,16 +197,31 @@ class Play:
             return passes(self.world.model, parts)
 
         self.patch.setattr(self.world.model, "prompt_passes", counted, raising=False)
+        round = type(self.world.model).round
+
+        def watched(states, windows, draws):
+            shapes = {"one row" if len(window.ids) == 1 else window.chain for window in windows}
+            self.counts["mixed"] += len(shapes) > 2
+            return round(self.world.model, states, windows, draws)
+
+        self.patch.setattr(self.world.model, "round", watched, raising=False)
 
     def submit(self) -> None:
         rng, world = self.rng, self.world
         number, streams = rng.choice(self.topic), rng.choice([1] * 8 + [2, 2, 3, 16])
         prompt = world.prompts[number]
         marks = sorted(rng.sample(range(len(prompt.ids)), min(len(prompt.ids), rng.choice([0, 0, 1, 2]))))
-        sampling = replace(rng.choice([GREEDY, SEEDED]), seed=rng.randrange(2), draft=rng.choice(["on", "copy", "off"]))
-        sampling = replace(sampling, max_tokens=rng.choice([1, 2, 9, LONGEST]))
-        expected = [world.reply(number, replace(sampling, seed=sampling.seed + i)) for i in range(streams)]
-        Trickster.known.extend(prompt.ids + reply for reply in expected)
+        draft = rng.choice(["on", "tree", "block", "copy", "off"])
+        sampling = replace(rng.choice([GREEDY, SEEDED]), seed=rng.randrange(2), draft=draft)
+        sampling = replace(sampling, max_tokens=rng.choice([1, 2, 9, LONGEST]), logprobs=rng.choice([0, 0, 0, 2]))
+        expected = [world.tokens(number, replace(sampling, seed=sampling.seed + i)) for i in range(streams)]
+        known = [prompt.ids + [token.id for token in reply] for reply in expected]
+        Trickster.known.extend(known)
+        if self.drafter is not None:
+            self.drafter.known.extend(known)
+        if rng.random() < 0.3 and len(expected[0]) > 4:
+            at = rng.randrange(1, len(expected[0]) - 1)
+            sampling = replace(sampling, stop=[letter(expected[0][at].id) + letter(expected[0][at + 1].id)])
         run = self.bench.submit(replace(prompt, marks=marks), sampling, streams, cache=rng.random() < 0.95)
         self.asked.append((run, sampling, expected))
         if rng.random() < 0.4:
@@ -205,6 +237,7 @@ class Play:
             victim = rng.choice(self.asked)[0]
             if not victim.finished:
                 self.cancelled.add(victim.id)
+                self.counts["cancelled in a draft"] += any(r.drafted for s in victim.streams for r in s.rounds)
             self.bench.engine.cancel(victim.id)
         if len(store) and rng.random() < 0.2:
             store._evict((), "")
@@ -221,7 +254,7 @@ class Play:
         self.close()
         self.store = self.new_store()
         self.stores.append(self.store)
-        fresh = Bench(self.world.model, store=self.store)
+        fresh = Bench(self.world.model, store=self.store, drafter=self.drafter, curve=self.curve)
         fresh.runs, fresh.events, fresh.numbers = self.bench.runs, self.bench.events, self.bench.numbers
         self.bench = fresh
 
@@ -251,9 +284,18 @@ class Play:
         if run.id not in self.lost:
             assert run.status == ("stopped" if run.id in self.cancelled else "done"), (self.seed, run.error)
         for stream, reply in zip(run.streams, expected):
-            said, whole = stream.token_ids, reply[: sampling.max_tokens]
-            assert said == (whole[: len(said)] if cut else whole), (self.seed, run.id)
-            assert stream.text == "".join(chr(0x100 + id) for id in said)
+            whole, text = told(reply[: sampling.max_tokens], sampling.stop)
+            self.check_tokens(run, stream.tokens, whole[: len(stream.tokens)] if cut else whole, sampling)
+            assert stream.text == text or (cut and text.startswith(stream.text)), (self.seed, run.id)
+            self.counts["stopped by a string"] += stream.finish_reason == "stop" and stream.text != text_of(whole)
+            for r in stream.rounds:
+                self.counts[r.draft_source] += 1
+                self.counts["cut"] += r.cut
+                self.counts["ended in a draft"] += r.accepted > 0 and r.committed <= r.accepted
+                seen = Counter()
+                for node in r.nodes:
+                    self.counts["branches"] += node.accepted and seen[node.parent] > 0
+                    seen[node.parent] += 1
         stats = run.stats
         self.counts["accepted"] += stats["accepted"]
         self.counts["rejected"] += stats["drafted"] - stats["accepted"]
@@ -263,26 +305,48 @@ class Play:
         self.counts["cancelled"] += run.id in self.cancelled
 
 
+    def check_tokens(self, run: Run, tokens: list[Token], whole: list[Token], sampling) -> None:
+        assert [token.id for token in tokens] == [token.id for token in whole], (self.seed, run.id)
+        if sampling.logprobs:
+            self.counts["logprobs"] += any(token.made == "draft" for token in tokens)
+            assert [(t.logprob, t.top) for t in tokens] == [(t.logprob, t.top) for t in whole], (self.seed, run.id)
+
+
+def text_of(tokens: list[Token]) -> str:
+    return "".join(letter(token.id) for token in tokens)
+
+
+def told(tokens: list[Token], stop: list[str]) -> tuple[list[Token], str]:
+    """What a reply that stops at these strings says of these tokens, and its text."""
+    text = text_of(tokens)
+    at = min((text.find(one) for one in stop if one in text), default=None)
+    return (tokens, text) if at is None else (tokens[: at + len(stop[0])], text[:at])
+
+
 @pytest.fixture(scope="module")
 def world(tiny, pictures):
     return World(tiny, pictures)
 
 
-def many(world, tmp_path, seeds) -> Counter:
+def many(world, tmp_path, seeds, capfd) -> Counter:
     counts = Counter()
-    for seed in seeds:
-        with pytest.MonkeyPatch.context() as patch:
-            counts += Play(world, patch, tmp_path, seed).play()
+    try:
+        for seed in seeds:
+            with pytest.MonkeyPatch.context() as patch:
+                counts += Play(world, patch, tmp_path, seed).play()
+    finally:
+        world.model.tap([])
+    counts["drafters that failed"] = capfd.readouterr().err.count("the drafter failed")
     return counts
 
 
-def test_schedules(world, tmp_path):
-    counts = many(world, tmp_path, range(24))
+def test_schedules(world, tmp_path, capfd):
+    counts = many(world, tmp_path, range(24), capfd)
     assert all(counts[what] for what in MUST_HAPPEN), f"every kind of thing must happen: {counts}"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("batch", range(20))
-def test_thousands_of_schedules(world, tmp_path, batch):
-    counts = many(world, tmp_path, range(1000 + 100 * batch, 1100 + 100 * batch))
+def test_thousands_of_schedules(world, tmp_path, capfd, batch):
+    counts = many(world, tmp_path, range(1000 + 100 * batch, 1100 + 100 * batch), capfd)
     assert all(counts[what] for what in (*MUST_HAPPEN, "disk")), f"every kind of thing must happen: {counts}"

@@ -213,10 +213,10 @@ class Broken:
             raise MemoryError("no room for the prompt")
         return self.model.prompt_passes(parts)
 
-    def round_pass(self, states, windows):
-        if any(self.fails(window) for window in windows):
+    def round(self, states, windows, draws):
+        if any(self.fails(window.ids) for window in windows):
             raise MemoryError("no room for the round")
-        return self.model.round_pass(states, windows)
+        return self.model.round(states, windows, draws)
 
 
 def test_a_failing_prompt_pass_fails_its_run_alone(tiny, capfd):
@@ -244,28 +244,33 @@ def test_a_failing_stream_fails_its_run_alone(tiny, capfd):
     assert said == expected[1][: len(said)] and said[-1] == poison
 
 
-def test_a_failing_commit_fails_its_round_and_the_engine_goes_on(tiny, capfd):
-    class Leaky(Broken):
-        def commit(self, *_):
-            raise MemoryError("no room to commit")
+def test_a_failing_commit_fails_its_round_and_the_engine_goes_on(bench, monkeypatch, capfd):
+    def leaky(*_):
+        raise MemoryError("no room to commit")
 
-    bench = Bench(Leaky(tiny, lambda rows: False))
-    runs = [bench.submit(text_prompt(ids(40, seed))) for seed in range(2)]
-    bench.drain()
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.engine.model.text, "commit", leaky)
+        runs = [bench.submit(text_prompt(ids(40, seed))) for seed in range(2)]
+        bench.drain()
     assert [run.status for run in runs] == ["failed", "failed"] and "no room to commit" in runs[0].error
-    bench.engine.model = tiny
     assert bench.run(text_prompt(ids(40))).status == "done"
 
 
-def test_numbers_that_are_not_finite_fail_the_stream_that_has_them(tiny, capfd):
-    class Sick(Broken):
-        def round_pass(self, states, windows):
-            logits, moved = self.model.round_pass(states, windows)
-            logits = logits.clone()
-            logits[0] = float("nan")
-            return logits, moved
+def sick(monkeypatch, model, rows):
+    """Let the logits rows `rows(states)` of every round be not finite."""
+    passed = model.text.round_pass
 
-    bench = Bench(Sick(tiny, lambda rows: False))
+    def broken(states, windows):
+        logits, taps, change = passed(states, windows)
+        logits = logits.clone()
+        logits[rows(states)] = float("nan")
+        return logits, taps, change
+
+    monkeypatch.setattr(model.text, "round_pass", broken)
+
+
+def test_numbers_that_are_not_finite_fail_the_stream_that_has_them(bench, monkeypatch, capfd):
+    sick(monkeypatch, bench.engine.model, lambda states: slice(0, 1))
     sampling = replace(GREEDY, draft="off", stop_ids=frozenset())
     runs = [bench.submit(text_prompt(ids(40, seed)), replace(sampling, max_tokens=2 + seed)) for seed in range(2)]
     bench.drain()
@@ -273,19 +278,12 @@ def test_numbers_that_are_not_finite_fail_the_stream_that_has_them(tiny, capfd):
     assert len(runs[0].streams[0].tokens) == 1 and runs[1].status == "failed" and len(runs[1].streams[0].tokens) == 2
 
 
-def test_tokens_before_a_row_that_is_not_finite_are_told(tiny, oracle, capfd):
+def test_tokens_before_a_row_that_is_not_finite_are_told(tiny, oracle, monkeypatch, capfd):
     prompt, sampling = text_prompt(ids(50)), replace(GREEDY, stop_ids=frozenset())
     full = Bench(tiny).run(prompt, replace(sampling, draft="off")).streams[0].token_ids
     oracle.append(prompt.ids + full)
-
-    class Sick(Broken):
-        def round_pass(self, states, windows):
-            logits, change = self.model.round_pass(states, windows)
-            logits = logits.clone()
-            logits[max(0, len(prompt.ids) + 9 - states[0].rows) :] = float("nan")
-            return logits, change
-
-    run = Bench(Sick(tiny, lambda rows: False)).run(prompt, sampling)
+    sick(monkeypatch, tiny, lambda states: slice(max(0, len(prompt.ids) + 9 - states[0].rows), None))
+    run = Bench(tiny).run(prompt, sampling)
     assert run.status == "failed" and run.streams[0].token_ids == full[:10]
 
 
@@ -359,9 +357,9 @@ def test_replies_stand_where_the_images_leave_off_cold_and_resumed(tiny, picture
     class Watched(Broken):
         shifts = set()
 
-        def round_pass(self, states, windows):
+        def round(self, states, windows, draws):
             self.shifts |= {(s.rows >= len(prompt.ids), s.shift) for s in states}
-            return self.model.round_pass(states, windows)
+            return self.model.round(states, windows, draws)
 
     prompt = picture_prompt(tiny, [ids(10), pictures[0], ids(90), pictures[1], ids(9)])
     bench = Bench(Watched(tiny, lambda rows: False))

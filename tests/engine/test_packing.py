@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tfmagic import protocol
+from tfmagic.engine.drafting.copy import Copies
 from tfmagic.engine.scheduler import SLICE_BESIDE, STREAMS
 from tfmagic.engine.stream import Stream
 from tfmagic.errors import Refusal
@@ -29,9 +31,9 @@ class Watched(Broken):
         self.passes.append([len(ids) for _, ids, *_ in parts])
         return super().prompt_passes(parts)
 
-    def round_pass(self, states, windows):
+    def round(self, states, windows, draws):
         self.passes.append("round")
-        return super().round_pass(states, windows)
+        return super().round(states, windows, draws)
 
 
 def together(bench, prompts, sampling=SERIAL):
@@ -126,8 +128,8 @@ def test_a_shared_pass_that_fails_at_its_end_has_moved_no_state(tiny, monkeypatc
 
 def test_first_tokens_go_out_before_any_draft_is_made(tiny, monkeypatch):
     bench, order = Bench(tiny), []
-    drafts = Stream.drafts
-    monkeypatch.setattr(Stream, "drafts", lambda stream: order.append("draft") or drafts(stream))
+    drafts = Copies.draft
+    monkeypatch.setattr(Copies, "draft", lambda copies, limit: order.append("draft") or drafts(copies, limit))
     take = bench.engine.emit
     bench.engine.emit = lambda event: (isinstance(event, protocol.First) and order.append("first")) or take(event)
     prompts = [text_prompt(ids(100, s)) for s in range(3)]
@@ -141,6 +143,14 @@ def test_first_tokens_go_out_before_any_draft_is_made(tiny, monkeypatch):
     bench.engine.step()
     assert order == ["first"] * 6 + ["draft"] * 6
     assert all(run.cached_tokens == 64 and run.cache_source == "exact" for run in again)
+
+
+def test_copying_that_fails_costs_the_stream_its_copies_alone(bench, monkeypatch, capfd):
+    expected = bench.run(text_prompt(ids(40)), SERIAL).streams[0].token_ids
+    monkeypatch.setattr(Copies, "draft", lambda copies, limit: 1 / 0)
+    run = bench.run(text_prompt(ids(40)), replace(SERIAL, draft="on"))
+    assert run.status == "done" and run.streams[0].token_ids == expected
+    assert capfd.readouterr().err.count("copying failed") == 1
 
 
 def firsts(bench, run):
@@ -165,14 +175,14 @@ def test_a_first_token_comes_once_whenever_the_run_is_cancelled(tiny, steps):
 
 def test_a_first_token_that_was_told_stays_when_what_follows_fails(tiny, monkeypatch, capfd):
     def broken(stream):
-        raise MemoryError("no room for a draft")
+        raise MemoryError("no room for a token")
 
     bench = Bench(tiny)
     good, bad = bench.submit(text_prompt(ids(40)), SERIAL), bench.submit(text_prompt(ids(40, 1)), SEEDED, 3)
-    drafts = Stream.drafts
-    monkeypatch.setattr(Stream, "drafts", lambda s: broken(s) if s.sampling is SEEDED else drafts(s))
+    accept = Stream.accept
+    monkeypatch.setattr(Stream, "accept", lambda s, *walk: broken(s) if s.sampling is SEEDED else accept(s, *walk))
     bench.drain()
-    assert bad.status == "failed" and "no room for a draft" in bad.error and firsts(bench, bad) == [0, 1, 2]
+    assert bad.status == "failed" and "no room for a token" in bad.error and firsts(bench, bad) == [0, 1, 2]
     assert [s.finish_reason for s in bad.streams] == ["error"] * 3 and all(len(s.tokens) == 1 for s in bad.streams)
     alone = Bench(tiny).run(text_prompt(ids(40)), SERIAL)
     assert good.status == "done" and good.streams[0].token_ids == alone.streams[0].token_ids
@@ -206,5 +216,5 @@ def test_the_bytes_of_a_state_are_what_is_admitted(tiny):
         for low in range(0, rows, 256):
             high = min(low + 256, rows)
             tiny.prompt_pass(state, ids(rows)[low:high], {}, text_prompt(ids(rows)).positions[:, low:high], [])
-        tensors = [x for layer in state.layers for x in vars(layer).values()]
+        tensors = [x for layer in state.layers for x in vars(layer).values() if isinstance(x, torch.Tensor)]
         assert sum(x.nbytes for x in tensors) <= tiny.state_bytes(rows) < 4 * sum(x.nbytes for x in tensors)

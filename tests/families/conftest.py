@@ -19,6 +19,12 @@ def tiny():
 
 
 @pytest.fixture(scope="session")
+def tiny_fp8():
+    """`tiny` with keys and values in e4m3."""
+    return families.load(Checkpoint(GOLDEN), "cpu", kv="fp8")
+
+
+@pytest.fixture(scope="session")
 def shipped():
     return families.load(Checkpoint(resolve(None)), "cpu")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from tfmagic.engine.drafting.draft import chain
+
 from .conftest import straight
 
 TOLERANCE = 2e-4
@@ -16,7 +18,7 @@ def all_logits(model, ids, features, positions):
         x = model.text.embed(ids)
         for first, rows in features.items():
             x[first : first + len(rows)] = rows
-        x, _, moves = model.text.prompt_pass([state], [len(x)], x, positions, [[]])
+        x, _, moves, _ = model.text.prompt_pass([state], [len(x)], x, positions, [[]])
         model.text.move([state], [len(x)], moves)
         return model.text.logits(x), state
 
@@ -25,8 +27,8 @@ def greedy(model, row, state, count):
     ids = []
     for _ in range(count):
         ids.append(int(row.argmax()))
-        rows, moved = model.round_pass([state], [ids[-1:]])
-        model.commit([state], moved, [1])
+        rows, moved = model.round_pass([state], [chain(ids[-1:])])
+        model.commit([state], moved, [[0]])
         row = rows[0]
     return ids
 
@@ -62,8 +64,8 @@ def test_generated_rows_stand_where_the_images_leave_off(tiny, golden, features)
         state.shift = shift
         rows = []
         for start in (0, 15):
-            logits, change = tiny.round_pass([state], [more[start : start + 15]])
-            tiny.commit([state], change, [15])
+            logits, change = tiny.round_pass([state], [chain(more[start : start + 15])])
+            tiny.commit([state], change, [list(range(15))])
             rows.append(logits)
         errors[shift] = float((torch.cat(rows) - whole[len(ids) :]).abs().max())
     assert errors[delta] < 5e-4 < 1e-2 < errors[0]
@@ -72,7 +74,7 @@ def test_generated_rows_stand_where_the_images_leave_off(tiny, golden, features)
 def test_steps_agree_with_chunks_within_rounding(tiny, golden):
     ids, state, rows = golden["ids_text"][0].tolist(), tiny.new_state(), []
     for id in ids:
-        logits, moved = tiny.round_pass([state], [[id]])
-        tiny.commit([state], moved, [1])
+        logits, moved = tiny.round_pass([state], [chain([id])])
+        tiny.commit([state], moved, [[0]])
         rows.append(logits[0])
     assert float((torch.stack(rows) - golden["logits_text"][0]).abs().max()) < 5e-4

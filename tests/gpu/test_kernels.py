@@ -10,6 +10,7 @@ import torch
 from tests.kernels.test_row_law import ROWS, random, rowwise
 from tfmagic.engine import families
 from tfmagic.engine.checkpoint import Checkpoint
+from tfmagic.engine.drafting.draft import chain
 from tfmagic.kernels import exact
 
 pytestmark = pytest.mark.gpu
@@ -40,10 +41,10 @@ def test_passes_keep_the_promises_and_say_what_the_cpu_says():
         again, _ = model.prompt_pass(resumed, ids[256:], {}, positions[:, 256:], [])
         assert torch.equal(again, row)
         window, alone = [int(row.argmax()), *ids[:7]], state.fork()
-        together, _ = model.round_pass([state, resumed, state.fork()], [window, window[:1], window[:3]])
+        together, _ = model.round_pass([state, resumed, state.fork()], [chain(window[:n]) for n in (8, 1, 3)])
         for i, id in enumerate(window):
-            rows, change = model.round_pass([alone], [[id]])
-            model.commit([alone], change, [1])
+            rows, change = model.round_pass([alone], [chain([id])])
+            model.commit([alone], change, [[0]])
             assert torch.equal(rows[0], together[i])
         assert torch.equal(together[8], together[0]) and torch.equal(together[9:], together[:3])
         said[device] = together.cpu()

@@ -3,6 +3,8 @@ them, or how many threads there are."""
 
 from __future__ import annotations
 
+from random import Random as Python
+
 import pytest
 import torch
 
@@ -115,22 +117,81 @@ def test_a_chunk_row_does_not_see_the_rows_behind_it():
         assert torch.equal(delta.chunks(S, *changed, set())[0][:n], whole[:n])
 
 
+def one_by_one(S, rows, path):
+    """The rows of a path in single steps: their outputs, and the state after them."""
+    outs, state = [], S[None]
+    for t in path:
+        o, journal = delta.steps(state, *(x[t : t + 1] for x in rows), delta.plan([[-1]]))
+        state = delta.replay(state, journal, [[0]])
+        outs.append(o[0])
+    return torch.stack(outs), state[0]
+
+
 def test_steps_keep_their_bits_in_any_batch_and_window():
-    cases = [delta_case(16, seed=100 * i) for i in range(5)]
-    alone = []
-    for S, *rows in cases:
-        outs, state = [], S[None]
-        for t in range(16):
-            o, state, _ = delta.steps(state, *(x[None, t : t + 1] for x in rows))
-            outs.append(o[0])
-        alone.append((torch.cat(outs), state[0]))
-    batch = [torch.stack(parts) for parts in zip(*cases)]
-    o, after, journal = delta.steps(*batch)
-    for i, (S, *rows) in enumerate(cases):
-        assert torch.equal(o[i], alone[i][0]) and torch.equal(after[i], alone[i][1])
-        for n in (1, 5, 16):
-            _, state, _ = delta.steps(S[None], *(x[None, :n] for x in rows))
-            assert torch.equal(delta.replay(S, journal, i, n), state[0])
+    cases, lengths = [delta_case(16, seed=100 * i) for i in range(5)], [16, 3, 16, 1, 7]
+    windows = [list(range(-1, n - 1)) for n in lengths]
+    joined = [torch.cat(parts) for parts in zip(*([x[:n] for x in rows] for (_, *rows), n in zip(cases, lengths)))]
+    before = torch.stack([S for S, *_ in cases])
+    o, journal = delta.steps(before, *joined, delta.plan(windows))
+    first = 0
+    for i, ((S, *rows), n) in enumerate(zip(cases, lengths)):
+        assert torch.equal(o[first : first + n], one_by_one(S, rows, range(n))[0])
+        for part in {1, n // 2, n} - {0}:
+            moved = delta.replay(before[i : i + 1], journal, [list(range(first, first + part))])[0]
+            assert torch.equal(moved, one_by_one(S, rows, range(part))[1])
+        first += n
+    after = delta.replay(before, journal, [[sum(lengths[:i]) + t for t in range(n)] for i, n in enumerate(lengths)])
+    assert torch.equal(after, torch.stack([one_by_one(S, rows, range(n))[1] for (S, *rows), n in zip(cases, lengths)]))
+
+
+def random_tree(rng, rows):
+    """Parents, chains and bushes by turns."""
+    spread = rng.choice([1, 3, 16])
+    return [-1, *(rng.randrange(max(0, row - spread), row) for row in range(1, rows))]
+
+
+def path_to(parents, row):
+    path = [row]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return path
+
+
+def test_rows_of_trees_keep_the_bits_of_their_paths():
+    rng = Python(5)
+    for trial in range(12):
+        lengths = [rng.randint(1, 16) for _ in range(rng.choice([1, 2, 5]))]
+        windows = [random_tree(rng, n) for n in lengths]
+        cases = [delta_case(n, seed=100 * trial + i) for i, n in enumerate(lengths)]
+        before = torch.stack([S for S, *_ in cases])
+        o, journal = delta.steps(before, *map(torch.cat, zip(*(rows for _, *rows in cases))), delta.plan(windows))
+        first, paths, ends = 0, [], []
+        for (S, *rows), parents in zip(cases, windows):
+            for row in range(len(parents)):
+                outs = one_by_one(S, rows, path_to(parents, row))[0]
+                assert torch.equal(o[first + row], outs[-1]), (trial, parents, row)
+            row = rng.randrange(len(parents))
+            paths.append([first + r for r in path_to(parents, row)])
+            ends.append(one_by_one(S, rows, path_to(parents, row))[1])
+            first += len(parents)
+        assert torch.equal(delta.replay(before, journal, paths), torch.stack(ends))
+
+
+def test_attention_over_a_tree_keeps_the_bits_of_its_paths():
+    rng = Python(6)
+    for trial in range(12):
+        q, _, _, bits, stored = attention_case()
+        start, parents = rng.choice([0, 1, 40, 74]), random_tree(rng, rng.randint(2, 16))
+        rows = slice(start, start + len(parents))
+        paths = [path_to(parents, row) for row in range(len(parents))]
+        sees = torch.tensor([[other in path for other in range(len(parents))] for path in paths])
+        seen = [x[:, : rows.stop] for x in stored]
+        tree = attention.attend(q[rows], *seen, start, bits, sees)
+        for row, path in enumerate(paths):
+            keys = [*range(start), *(start + r for r in path)]
+            query, own = q[start + row : start + row + 1], [x[:, keys] for x in stored]
+            alone = attention.attend(query, *own, len(keys) - 1, bits)
+            assert torch.equal(tree[row], alone[0]), (trial, parents, row)
 
 
 def test_the_convolution_keeps_its_bits():

@@ -6,9 +6,10 @@ import threading
 
 from tfmagic import protocol
 from tfmagic.errors import EngineDied, Refusal
-from tfmagic.run import Picture, Round, Run, Stream, Token
+from tfmagic.run import Node, Picture, Round, Run, Stream, Token
 
 REPLY = ("The", " red", " kite", " is", " up", ".")
+NODES = [Node(" red", 0, 0.9, True), Node(" kite", 1, 0.8, True), Node(" not", 2, 0.3)]
 
 
 def events(run: str, streams: int = 1, pictures: int = 0):
@@ -21,7 +22,7 @@ def events(run: str, streams: int = 1, pictures: int = 0):
         yield protocol.First(run, i, Token(0, REPLY[0], "first"), 12.0, {"queue": 1.0, "prefill": 11.0, "total": 12.0})
     for i in range(streams):
         drafted = [Token(n, REPLY[n], "draft" if n < 3 else "plain") for n in (1, 2, 3)]
-        yield protocol.Committed(run, i, Round(20.0, 3, 2, 3, "copy", " not"), drafted)
+        yield protocol.Committed(run, i, Round(20.0, 3, "copy", NODES), drafted)
         yield protocol.Committed(run, i, Round(30.0), [Token(4, REPLY[4])])
         yield protocol.Committed(run, i, Round(40.0), [Token(5, REPLY[5])])
         yield protocol.Finished(run, i, "stop")

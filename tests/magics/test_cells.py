@@ -306,14 +306,16 @@ def test_cache_shows_what_is_kept_where_and_clears_it(shell):
         ("statsu", "%tfold has no statsu; did you mean status"),
         ("start a b", "%tfold start does not take 'b' here"),
         ("start --device gpu", "%tfold start --device takes auto, cpu or cuda:N, not 'gpu'"),
-        ("start --kv-cache fp8", "%tfold start --kv-cache takes only bf16 in this version: fp8 is not there yet"),
-        ("start --drafter some/path", "%tfold start --drafter takes only none in this version"),
+        ("start --kv-cache fp16", "%tfold start --kv-cache takes bf16 or fp8, not 'fp16'"),
+        ("start --drafter ''", "%tfold start --drafter takes a folder, a Hugging Face id or none"),
+        ("start --drafter-bits 8", "%tfold start --drafter-bits takes 4 or 16, not '8'"),
         ("start --learn-conversations=x", "%tfold start --learn-conversations/--no-learn-conversations takes no value"),
         ("start --spill-gib -1", "%tfold start --spill-gib takes a number from 0 up, not -1"),
         ("start --context 3", "%tfold start --context takes a whole number from 64 up, not 3"),
         ("profile", "%tfold profile is not there yet in this version"),
         ("show", "%tfold show needs ID"),
         ("show zzz", "%tfold: the engine keeps no run zzz; see %tfold runs"),
+        ("last --live", "%tfold --live needs a notebook page and anywidget; leave it out here"),
         ("status now", "%tfold status does not take 'now' here"),
     ],
 )
@@ -322,8 +324,9 @@ def test_misuse_of_a_command_is_one_line(shell, line, message):
 
 
 def test_start_takes_what_is_there(shell):
-    shell.run("%tfold start --drafter none --kv-cache bf16")
-    assert shell.result.success and shell.connected == [((None, "auto"), {})]
+    shell.run("%tfold start --drafter none --drafter-bits 4 --kv-cache fp8")
+    options = {"drafter": "none", "drafter_bits": 4, "kv_cache": "fp8"}
+    assert shell.result.success and shell.connected == [((None, "auto"), options)]
 
 
 def test_runs_show_and_last(shell):

@@ -48,6 +48,8 @@ def test_values(tab):
     assert tab("%%tfold --draft=c|") == ["%%tfold --draft=copy"]
     assert tab("%%tfold --sweep te|") == ["%%tfold --sweep temperature="]
     assert set(tab("%%tfold --view |")) == {f"%%tfold --view {view}" for view in ("auto", "live", "text", "off")}
+    assert tab("%tfold start --drafter no|")[:1] == ["%tfold start --drafter none"]
+    assert tab("%tfold start --drafter-bits |") == ["%tfold start --drafter-bits 4", "%tfold start --drafter-bits 16"]
     assert tab("%tfold start --device c|") == ["%tfold start --device cpu", "%tfold start --device cuda:0"]
 
 

@@ -160,7 +160,7 @@ class Engine:
 
 
 class Opened:
-    name, device, context = "fake", "cpu", 1000
+    name, device, context, drafter = "fake", "cpu", 1000, "none"
     text = types.SimpleNamespace(detokenizer=lambda: None)
 
     def __init__(self, emit):

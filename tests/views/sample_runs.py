@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tfmagic.run import Picture, Round, Run, Stream, Token
+from tfmagic.run import Node, Picture, Round, Run, Stream, Token
 
 HOSTILE = '<script>alert(1)</script><img src=x onerror=alert(2)>&amp;"\'\u202e\x00</pre></div></u><!--🪁'
 
@@ -24,7 +24,11 @@ def full(streams: int = 2, tokens: int = 9) -> Run:
                 n = len(stream.tokens)
                 stream.tokens.append(Token(n, f" w{n}", "draft" if k < accepted else "plain"))
             ms = 14.2 + 10 * (len(stream.rounds) + 1)
-            stream.rounds.append(Round(ms, 3, accepted, accepted + 1, "copy" if accepted else "block", " not so"))
+            said = [token.piece for token in stream.tokens[-1 - accepted : -1]]
+            pieces = [*said, " not", " so", " at"][:3]
+            nodes = [Node(piece, k, 0.9 - 0.2 * k, k < accepted) for k, piece in enumerate(pieces)]
+            source = "copy" if accepted else "block"
+            stream.rounds.append(Round(ms, accepted + 1, source, nodes, 4 - accepted, 0.5, 7.0, 0.5, 6.0, 8.0))
         run.streams.append(stream)
     return run
 
@@ -37,10 +41,13 @@ def hostile(streams: int = 16, tokens: int = 4096) -> Run:
     """Everything a person or a model can write is as bad as it gets, and as long."""
     run = full(streams, tokens)
     long = HOSTILE * 400
+    run.id = HOSTILE
     run.prompt = run.system = run.error = run.note = run.miss = run.model = run.chat = run.device = long
     run.params = {"stop": [long] * 8}
     run.pictures = [Picture(long, 9, 9, 10 * i, 5, None) for i in range(400)]
     for stream in run.streams:
+        for verified in stream.rounds:
+            verified.nodes = [Node(long, k // 2, 0.5, k == 0) for k in range(15)]
         for i, token in enumerate(stream.tokens):
             token.piece = HOSTILE
             token.made = "draft" if i % 2 else "plain"

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from sample_runs import HOSTILE, empty, full, hostile
 
-from tfmagic.run import Round
+from tfmagic.run import Node, Round, Token
 from tfmagic.views import card, tokens
 
 # JupyterLab's sanitizer keeps these (packages/apputils/src/sanitizer.ts); the card uses no others.
@@ -30,7 +30,7 @@ class Parsed(HTMLParser):
         super().__init__()
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str]] = []
-        self.text = self.pre = self.drafted = ""
+        self.text = self.pre = self.drafted = self.tree = ""
         self.open: list[str] = []
         self.feed(html)
         self.close()
@@ -46,7 +46,9 @@ class Parsed(HTMLParser):
 
     def handle_data(self, data):
         self.text += data
-        if "pre" in self.open and "em" not in self.open:
+        if "pre" in self.open and "details" in self.open:
+            self.tree += data
+        elif "pre" in self.open and "em" not in self.open:
             self.pre += data
             self.drafted += data if "u" in self.open else ""
 
@@ -75,7 +77,11 @@ def test_the_numbers_are_words():
     for words in (
         "● done tiny · cpu · chat “kites”, turn 3 · 2 streams · 1.8 s", "14.2 ms", "0 calls",
         "■ restore 2.4", "4,160 of 4,203 rows", "from RAM, 43 computed", "2 images: 2 kept, 0 encoded",
-        "by position ▆▅▁ 75 50 0", "42 % 2.25 tokens a round", "8 rounds, 2 block, 6 copy",
+        "by position ▆▅▁ 75 50 0", "42 % 2.25 tokens a round",
+        "8 rounds, 2 block (0 % accepted), 6 copy (56 %)",
+        "×1.69 faster (expected ×2.3) · 22 rows cut", "a round draft 0.5 · verify 7.0 · commit 0.5 ms",
+        "Stream 1, round 1 of 4: copy · 3 rows drafted, 2 accepted, 2 cut · expected 3.1 tokens, gave 3 · draft 0.5 ms",
+        "every round: %tfold show abc12345 --live",
         "picture 2 b.png 32×32: 1,000 rows, kept", "seed 8", '{"max_tokens": 64, "temperature": 0.0}',
         full().stats["token_sha"], "Stream 2",
     ):
@@ -159,8 +165,48 @@ def test_likely_tokens_are_in_the_tooltip():
 
 def test_a_run_of_many_positions_is_bounded():
     run = full(1)
-    run.streams[0].rounds = [Round(20.0, 64, 64, 65, "copy")]
-    assert len(re.findall("100 %", card.render(run))) <= card.POSITIONS + 2
+    run.streams[0].rounds = [Round(20.0, 10, "copy", [Node("x", k, 1.0, True) for k in range(64)])]
+    assert len(re.findall("100 %", card.render(run))) <= card.POSITIONS + 3
+
+
+def test_one_round_is_drawn_as_a_tree():
+    run = full(1)
+    assert Parsed(card.render(run)).tree == "w0 ─ ● w1 90 ─ ● w2 70 ┬ ○ not 50\n" + " " * 23 + "└ ▸ w3"
+    tree = [Node(" red", 0, 0.9, True), Node("\n", 0, 0.1), Node(" <b>", 1, 0.5, True), Node(" or", 1, None),
+            Node(" so", 3, 0.25), Node(" ", 2, 0.05)]  # fmt: skip
+    run.streams[0].rounds[1] = Round(30.0, 2, "tree", tree)
+    run.streams[0].tokens[4:6] = [Token(1, " red", "draft"), Token(2, " ok", "draft")]
+    parsed = Parsed(card.render(run))
+    assert parsed.tree.splitlines() == [
+        "w3 ┬ ● red 90 ┬ ● <b> 50 ─ ○ so 25",
+        "   │          └ ○ or",
+        "   └ ○ ↵ 10 ─ ○ ␣ 5",
+    ], "a tree is shown rather than a deeper copy, and no draw of its own where the round ended before it"
+    assert "Round 2 of 4: tree · 6 rows drafted, 2 accepted · expected – tokens, gave 2" in parsed.text
+
+
+def test_a_run_without_drafts_has_no_tree_and_no_speedup():
+    run = full(1)
+    run.streams[0].rounds = [Round(20.0, draft_ms=0.0, verify_ms=5.0, commit_ms=0.0, serial_ms=5.0, planned_ms=5.0)]
+    text = Parsed(card.render(run)).text
+    assert "faster" not in text and "Round 1 of" not in text and "speedup" not in text
+
+
+def test_a_listed_run_without_its_tokens_renders():
+    run = full(1)
+    run.streams[0].tokens = []
+    assert "4 rounds" in Parsed(card.render(run)).text
+
+
+def test_a_speedup_that_was_not_timed_is_a_dash():
+    run = full(1)
+    for verified in run.streams[0].rounds:
+        verified.verify_ms = None
+    text = Parsed(card.render(run)).text
+    assert "– speed-up (expected ×2.3)" in text and "draft 0.5 · verify – · commit 0.5 ms" in text
+    for verified in run.streams[0].rounds:
+        verified.draft_ms = verified.commit_ms = verified.planned_ms = None
+    assert "– speed-up (expected –)" in Parsed(card.render(run)).text
 
 
 def test_a_run_stopped_in_its_prompt_shows_how_far_it_came():

@@ -8,7 +8,7 @@ import pytest
 from sample_runs import empty, full, hostile
 
 from tfmagic.protocol import State
-from tfmagic.run import STATS, TTFT_PARTS, Round, Stream, Token
+from tfmagic.run import DRAFTING, STATS, TTFT_PARTS, Node, Round, Stream, Token
 from tfmagic.views import text, words
 
 GOLDEN = """\
@@ -20,7 +20,8 @@ ttft              14.2 ms         queue 0.5 · prepare 1.9 · restore 2.4 · tow
 cached_tokens     4,160 of 4,203  from RAM, 43 computed
 tower_calls       0               2 images: 2 kept, 0 encoded
 acceptance        42 %            5 of 12 drafted · by position ▆▅▁ 75 50 0
-tokens_per_round  2.25            4 rounds, 1 block, 3 copy
+tokens_per_round  2.25            4 rounds, 1 block (0 % accepted), 3 copy (56 %)
+speedup           ×1.69           expected ×2.3 · a round draft 0.5 · verify 7.0 · commit 0.5 ms · 11 rows cut
 token_sha         """
 
 
@@ -46,7 +47,7 @@ def test_what_was_not_measured_is_a_dash_and_never_a_zero():
 
 
 def test_every_name_is_defined():
-    assert {fact.name for fact in words.facts(full())} <= set(STATS)
+    assert {fact.name for fact in words.facts(full())} <= {*STATS, *DRAFTING}
     assert all(fact.definition for fact in words.facts(full()))
 
 
@@ -83,6 +84,19 @@ def test_the_prompt_cache_in_words():
 )
 def test_times(value, shown):
     assert words.ms(value) == shown
+
+
+def test_speedups():
+    assert [words.times(x) for x in (None, 0.968, 1.0, 1.994, 1.996, 12.34)] == [
+        "–", "×0.97", "×1.00", "×1.99", "×2.0", "×12.3"
+    ]  # fmt: skip
+
+
+def test_a_tree_is_bounded_whatever_its_tokens():
+    run = hostile(1, 30)
+    lines = words.tree(run.streams[0], 0)
+    assert 1 < len(lines) <= 16 and max(map(len, lines)) < 150
+    assert not any("\n" in line for line in lines)
 
 
 def test_sizes_shares_and_plurals():
@@ -166,7 +180,7 @@ def test_progress_in_words():
 def test_a_hostile_run_renders():
     assert "\u202e" in text.render(hostile(1, 8))
     run = full(1)
-    run.streams[0].rounds += [Round(500.0, 40, 40, 41, "block")]
+    run.streams[0].rounds += [Round(500.0, 41, "block", [Node("x", k, 0.5, True) for k in range(40)])]
     assert " …" in text.render(run)
 
 

@@ -12,9 +12,14 @@ back: the control comm, which the page opens and on which Python never publishes
 messages to the shell that published on it last, and while a cell runs that shell is busy. What arrives there runs on
 another thread and only sets a flag or cancels the run; the answer goes the way of all frames.
 
+Of a round the page may ask what it draws a tree from (`trees`); the answer goes as a message of its own.
+
 When the run ends the same display is updated to the card, without a widget in it, so a saved notebook holds no widget
 state. The update is lost on a page that was reloaded in mid-run: the widget, which keeps the card as its last state,
 then puts it in place itself. So a widget lives until the page has told that no view of it is left.
+
+`replay(record)` shows a finished run as a panel, to step through its rounds; a page that saves the notebook puts the
+card into the file.
 """
 
 from __future__ import annotations
@@ -24,13 +29,14 @@ import sys
 import threading
 import time
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ..errors import EngineDied
 from ..run import Run
-from .frames import Tally, head_of
+from .frames import TREES, Tally, head_of, rounds
 
 FRAME = 0.05
 """Seconds between two frames."""
@@ -40,6 +46,10 @@ GRACE = 0.1
 """A run that ends within these seconds gets its card at once and no panel."""
 SNAPSHOT_TEXT = 24_000
 """Characters of reply in a snapshot, all streams together: its beginning and, three times as long, its end."""
+REPLAYED = 256
+"""Trees that a finished run's panel holds from the start, all streams together."""
+ASKED = 24
+"""Rounds in the answer to one question of the page, around the one that it asked for."""
 KEPT = 16
 """Finished panels that wait for the page's word; the oldest beyond them are closed unasked."""
 CONTROL = "tfmagic.control"
@@ -83,6 +93,11 @@ def finish(handle) -> None:
         panel.finish()
 
 
+def replay(record: Run) -> None:
+    """Display the finished run as a panel that stays: every round can be looked at. `available()` must hold."""
+    Panel(SimpleNamespace(record=record, version=0)).replay()
+
+
 def unload() -> None:
     """Close every panel and stop listening to the page."""
     for panel in [*_open.values(), *_kept.values()]:
@@ -108,24 +123,42 @@ class Panel:
         self._tallies: list[Tally] = []
         self._sent: dict[str, Any] = {}
         self._said = None
+        self._wishes: deque[tuple[int, int]] = deque(maxlen=ASKED)
+        """Streams and rounds whose trees the page asked for."""
         self._sent_at = self._snapshot_at = 0.0
         _open[self.name] = self
 
     def show(self) -> None:
         """Display the panel as the run stands."""
-        from IPython.display import display
-
         if self._widget is not None:
             return
-        _listen()
-        self._frame()
-        self._widget = _widget_class()(state=self._snapshot())
-        self._widget.on_msg(lambda widget, content, buffers: _heard(content, control=False))
-        self._snapshot_at = time.monotonic()
         run = self.handle.record.id
         words = f"Run {run} was going on when this was saved. %tfold show {run} shows its record."
+        self._frame()
+        self._display(self._snapshot(), {"text/html": f"<p>{words}</p>", "text/plain": words})
+
+    def replay(self) -> None:
+        """Display the finished run, with what the page puts in the panel's place when the notebook is saved."""
+        run, bundle = self.handle.record, self.handle.record._repr_mimebundle_()
+        _keep(self)
+        self._frame()
+        state, trees = self._snapshot(), REPLAYED // max(1, len(run.streams))
+        for i, stream in enumerate(run.streams):
+            state["streams"][i]["trees"] = rounds(stream, len(stream.rounds) - trees, trees)["trees"]
+        self._display(state, bundle)
+        card = {"html": bundle["text/html"], "text": bundle["text/plain"], "widget": self._widget.model_id}
+        self._widget.card = {**card, "later": True}
+
+    def _display(self, state: dict[str, Any], bundle: dict[str, str]) -> None:
+        """Make the widget and display it; `bundle` is what a page without it shows."""
+        from IPython.display import display
+
+        _listen()
+        self._widget = _widget_class()(state=state)
+        self._widget.on_msg(lambda widget, content, buffers: _heard(content, control=False))
+        self._snapshot_at = time.monotonic()
         view = dict(self._widget._repr_mimebundle_()[0])
-        display({**view, "text/html": f"<p>{words}</p>", "text/plain": words}, raw=True, display_id=self.name)
+        display({**view, **bundle}, raw=True, display_id=self.name)
 
     def run(self) -> None:
         """Draw until the run is finished. Raises what `handle.wait` raises, and KeyboardInterrupt."""
@@ -148,6 +181,7 @@ class Panel:
 
     def update(self) -> None:
         """Send what is new as one frame. When nothing is, a second later say at least that the kernel is there."""
+        self.answer()
         now, said = time.monotonic(), (self.handle.version, self.stopping, self.heard)
         if said != self._said:
             self._said, self._sent_at = said, now
@@ -158,6 +192,20 @@ class Panel:
         if now - self._snapshot_at >= SNAPSHOT and self._widget.state["seq"] != self.frames:
             self._snapshot_at = now
             self._widget.state = self._snapshot()
+
+    def answer(self) -> None:
+        """Send the rounds that the page asked for."""
+        while self._wishes:
+            i, k = self._wishes.popleft()
+            streams = self.handle.record.streams
+            if self._widget is not None and 0 <= i < len(streams):
+                asked = rounds(streams[i], k - ASKED // 2, ASKED)
+                self._widget.send({"asked": {"stream": i, **asked}})
+
+    def wish(self, stream: Any, round: Any) -> None:
+        """Note what the page asks for; nothing when that is no place in the run."""
+        if isinstance(stream, int) and isinstance(round, int):
+            self._wishes.append((stream, round))
 
     def resync(self) -> None:
         """Let the next `update` send the whole panel, for a page that missed a part."""
@@ -175,15 +223,13 @@ class Panel:
         if self._widget is None:
             display(bundle, raw=True, display_id=self.name)
             return
-        _kept[self.name] = self
+        _keep(self)
         self._frame()
         with self._widget.hold_sync():
             self._widget.state = self._snapshot()
             card = {"html": bundle["text/html"], "text": bundle["text/plain"], "widget": self._widget.model_id}
             self._widget.card = card
         update_display(bundle, raw=True, display_id=self.name)
-        while len(_kept) > KEPT:
-            next(iter(_kept.values())).close()
 
     def close(self) -> None:
         """Give the widget back."""
@@ -196,7 +242,8 @@ class Panel:
         """What changed since the last frame: fields of the run, and each stream's new text, rounds and fields."""
         run = self.handle.record
         self._tallies += [Tally() for _ in run.streams[len(self._tallies) :]]
-        news = enumerate(tally.read(stream) for tally, stream in zip(self._tallies, run.streams, strict=True))
+        trees = max(1, TREES // max(1, len(run.streams)))
+        news = enumerate(tally.read(stream, trees) for tally, stream in zip(self._tallies, run.streams, strict=True))
         streams = {i: new for i, new in news if new}
         head = head_of(run, self._tallies) | {
             "status": "stopping" if self.stopping and not run.finished else run.status,
@@ -223,6 +270,14 @@ _kept: OrderedDict[str, Panel] = OrderedDict()
 """Finished panels whose widget a page may still show."""
 
 
+def _keep(panel: Panel) -> None:
+    """The panel waits for the page's word."""
+    _open.pop(panel.name, None)
+    _kept[panel.name] = panel
+    while len(_kept) > KEPT:
+        next(iter(_kept.values())).close()
+
+
 def _kernel():
     from IPython import get_ipython
 
@@ -242,7 +297,8 @@ def _opened(comm, message) -> None:
 
 
 def _heard(content: dict[str, Any], control: bool) -> None:
-    """`hello`: a page draws this run. `stop`: cancel it. `gone`: no view of it is left."""
+    """`hello`: a page draws this run. `stop`: cancel it. `trees`: it wants to draw older rounds. `gone`: no view of it
+    is left."""
     name, op = content.get("panel"), content.get("op")
     panel = _open.get(name)
     if panel is not None and op in ("hello", "stop"):
@@ -252,6 +308,10 @@ def _heard(content: dict[str, Any], control: bool) -> None:
         else:
             panel.stopping = True
             panel.handle.cancel()
+    if op == "trees" and (panel or name in _kept):
+        (panel or _kept[name]).wish(content.get("stream"), content.get("round"))
+        if panel is None:
+            _kept[name].answer()
     if op == "gone" and name in _kept:
         _kept[name].close()
 

@@ -46,10 +46,12 @@ def status(state) -> Table:
         ("process", str(state.pid)),
         ("model", state.model or words.DASH),
         ("device", state.device or words.DASH),
+        ("drafter", state.drafter or words.DASH),
         ("up for", words.ms(1e3 * max(0.0, time.time() - state.started))),
         ("runs", f"{state.runs:,} kept, {state.running} running, {state.waiting} waiting"),
         *zip(("prompt cache", "", "", ""), words.cache(state).split(" · ")),
         ("memory", words.size(state.memory)),
+        *([("of the device", state.plan)] if state.plan else []),
         ("context", words.DASH if state.context is None else f"{state.context:,} tokens"),
     ]
     return Table(rows, ["", ""], list)

@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+from math import isnan
 from typing import NamedTuple
 
-from ..run import STATS, TTFT_PARTS, Run, Stream
+from ..run import DRAFTING, STATS, TTFT_PARTS, Round, Run, Stream
 
 DASH = "–"
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class Fact(NamedTuple):
-    """One number: its name in `STATS`, what it reads, and a note beside it."""
+    """One number: its name in `STATS` or `DRAFTING`, what it reads, and a note beside it."""
 
     name: str
     value: str
@@ -22,7 +24,7 @@ class Fact(NamedTuple):
 
     @property
     def definition(self) -> str:
-        return STATS.get(self.name, "")
+        return STATS.get(self.name) or DRAFTING.get(self.name, "")
 
 
 def ms(value: float | None) -> str:
@@ -48,6 +50,11 @@ def percent(share: float | None) -> str:
 
 def rate(value: float | None) -> str:
     return DASH if value is None else f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def times(ratio: float | None) -> str:
+    """A speed-up: ×2.9, ×0.97."""
+    return DASH if ratio is None else f"×{ratio:.2f}" if ratio < 1.995 else f"×{ratio:.1f}"
 
 
 def plural(n: int, noun: str) -> str:
@@ -99,16 +106,25 @@ def stream_line(stream: Stream) -> str:
 
 def facts(run: Run) -> list[Fact]:
     """What a run shows, in the order in which it happened."""
-    stats = run.stats
+    return facts_of(run, run.stats, run.drafting)
+
+
+def facts_of(run: Run, stats: dict, drafting: dict) -> list[Fact]:
+    """`facts` of numbers that are counted already: a long run's take a moment."""
     cached, rows = run.cached_tokens, run.prompt_tokens
     timed = " · ".join(f"{part} {DASH if value is None else f'{value:.1f}'}" for part, value in parts(run))
-    return [
+    told = [
         Fact("ttft", ms(run.ttft.get("total")), timed if run.ttft else ""),
         Fact("cached_tokens", DASH if cached is None else f"{count(cached)} of {count(rows)}", _source(run)),
         Fact("tower_calls", count(run.tower_calls), _images(run)),
         Fact("acceptance", percent(stats["acceptance"]), _drafts(run, stats)),
         Fact("tokens_per_round", DASH if stats["tokens_per_round"] is None else f"{stats['tokens_per_round']:.2f}",
-             f"{plural(stats['rounds'], 'round')}{_by_source(stats)}" if stats["rounds"] else ""),
+             f"{plural(stats['rounds'], 'round')}{by_source(drafting)}" if stats["rounds"] else ""),
+    ]
+    if stats["drafted"]:
+        told.append(Fact("speedup", times(drafting["speedup"]), gained(drafting)))
+    return [
+        *told,
         Fact("token_sha", stats["token_sha"] if any(s.tokens for s in run.streams) else DASH, f"run {run.id}"),
     ]
 
@@ -151,8 +167,89 @@ def _drafts(run: Run, stats: dict) -> str:
     return f"{stats['accepted']:,} of {stats['drafted']:,} drafted · by position {spark(by_position[:32])} {shown}"
 
 
-def _by_source(stats: dict) -> str:
-    if set(stats["draft_source"]) == {"none"}:
+def gained(drafting: dict) -> str:
+    """`expected ×3.1 · a round draft 0.4 · verify 5.5 · commit 0.2 ms · 12 rows cut`"""
+    said = [f"expected {times(drafting['expected_speedup'])}"]
+    timed = [(part, drafting[f"{part}_ms"]) for part in ("draft", "verify", "commit")]
+    if any(value is not None for _, value in timed):
+        parts = " · ".join(f"{part} {DASH if value is None else f'{value:.1f}'}" for part, value in timed)
+        said.append(f"a round {parts} ms")
+    if drafting["cut"]:
+        said.append(f"{plural(drafting['cut'], 'row')} cut")
+    return " · ".join(said)
+
+
+def by_source(drafting: dict) -> str:
+    """`, 2 block (0 % accepted), 3 copy (56 %), 1 undrafted`; nothing when no round drafted."""
+    sources = drafting["by_source"]
+    if set(sources) == {"none"}:
         return ""
-    names = {"none": "undrafted"}
-    return "".join(f", {n} {names.get(source, source)}" for source, n in stats["draft_source"].items())
+    said = ""
+    for source, of in sources.items():
+        said += f", {of['rounds']:,} {'undrafted' if source == 'none' else source}"
+        if of["drafted"]:
+            said += f" ({percent(of['acceptance'])}{'' if '(' in said else ' accepted'})"
+    return said
+
+
+def best_round(run: Run) -> tuple[int, int] | None:
+    """The stream and the round to show as an example: a tree if there is one, the deepest accepted."""
+    places = []
+    for i, stream in enumerate(run.streams):
+        ends = accumulate((r.committed for r in stream.rounds), initial=1)
+        told = sum(end <= len(stream.tokens) for end in ends) - 1  # a listed run has no tokens
+        places += [(i, k) for k, r in enumerate(stream.rounds[: max(0, told)]) if r.nodes]
+
+    def rank(place: tuple[int, int]) -> tuple:
+        verified = run.streams[place[0]].rounds[place[1]]
+        return verified.draft_source == "tree", verified.accepted, verified.drafted
+
+    return max(places, key=rank, default=None)
+
+
+def round_line(verified: Round) -> str:
+    """`tree · 9 rows drafted, 4 accepted, 3 cut · expected 3.2 tokens, gave 5 · draft 0.4 · verify 5.1 · commit 0.2`"""
+    rows = f"{plural(verified.drafted, 'row')} drafted, {verified.accepted} accepted"
+    rows += f", {verified.cut} cut" if verified.cut else ""
+    expected = DASH if isnan(verified.expected) else f"{verified.expected:.1f}"
+    said = [verified.draft_source, rows, f"expected {expected} tokens, gave {verified.committed}"]
+    parts = {"draft": verified.draft_ms, "verify": verified.verify_ms, "commit": verified.commit_ms}
+    if any(value is not None for value in parts.values()):
+        said.append(" · ".join(f"{part} {ms(value)}" for part, value in parts.items()))
+    return " · ".join(said)
+
+
+def tree(stream: Stream, k: int, rows: int = 15, piece: int = 14) -> list[str]:
+    """Round k's draft rows as lines of text, the pending token at the root: ● accepted, ○ rejected, each with its
+    chance in percent, ▸ the round's own draw. A first child stands beside its parent, the others below it."""
+    verified, at = stream.rounds[k], 1 + sum(r.committed for r in stream.rounds[:k])
+    labels, children = [_piece(stream.tokens[at - 1].piece, piece)], [[]]
+    for node in verified.nodes[:rows]:
+        chance = "" if node.chance is None else f" {100 * node.chance:.0f}"
+        labels.append(f"{'●' if node.accepted else '○'} {_piece(node.piece, piece)}{chance}")
+        children.append([])
+        children[node.parent].append(len(labels) - 1)
+    own = stream.tokens[at + verified.committed - 1]
+    if own.made != "draft":
+        labels.append(f"▸ {_piece(own.piece, piece)}")
+        children.append([])
+        path = [i for i, node in enumerate(verified.nodes[:rows], 1) if node.accepted]
+        children[path[-1] if path else 0].append(len(labels) - 1)
+
+    def lines(row: int) -> list[str]:
+        drawn, pad = [], " " * len(labels[row])
+        for i, child in enumerate(children[row]):
+            last, (head, *below) = i == len(children[row]) - 1, lines(child)
+            link = (" ─ " if last else " ┬ ") if i == 0 else (" └ " if last else " ├ ")
+            drawn.append((labels[row] if i == 0 else pad) + link + head)
+            drawn += [pad + ("   " if last else " │ ") + line for line in below]
+        return drawn or [labels[row]]
+
+    return lines(0)
+
+
+def _piece(text: str, limit: int) -> str:
+    """A token as it stands in a tree: one line, no longer than the limit."""
+    shown = text.strip(" ").replace("\n", "↵").replace("\t", "⇥") or "␣"
+    shown = "".join(c if c.isprintable() else "\ufffd" for c in shown[: limit + 1])
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"

@@ -1,7 +1,7 @@
 """The text model's two passes over rows.
 
-The prompt pass takes rows of one or many sequences in 64-row chunks, the round pass windows of many sequences in
-single steps. A row takes the same arithmetic whatever else is in its pass: see `kernels.exact`.
+The prompt pass takes rows of one or many sequences in 64-row chunks, the round pass windows of many sequences, chains
+or trees, in single steps. A row takes the same arithmetic whatever else is in its pass: see `kernels.exact`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tfmagic.engine.drafting.draft import Window
 from tfmagic.kernels import attention, delta, norm, rotary
 from tfmagic.kernels.activation import sigmoid, silu, softplus
 from tfmagic.kernels.linear import linear, rms_linear
@@ -24,22 +25,66 @@ TOGETHER = {"cpu": 8}
 
 
 class Group(NamedTuple):
-    """Windows of one length."""
+    """Sequences whose states step together."""
 
-    members: list[int]
+    members: slice
     """Their places among the round's windows."""
-    rows: Tensor
-    """Their rows in the round, int64 [B · R]."""
-    length: int
+    rows: slice
+    """Their rows in the round."""
+    steps: delta.Steps
+
+
+class Plan(NamedTuple):
+    """A round's rows: the same for every layer."""
+
+    starts: list[int]
+    """Of each sequence the rows before its window."""
+    firsts: list[int]
+    """Of each window its first row in the round; one more for the end."""
+    places: list[int]
+    """Of each row its position."""
+    sees: list[Tensor | None]
+    """Of each window bool [R, R], the rows on each row's path; None for a chain, whose rows see all before them."""
+    feeds: Tensor
+    """int64 [N, K]: the inputs of each row's convolution, among all sequences' last K - 1 and then the round's rows."""
+    groups: list[Group]
+
+
+def planned(states: list[State], windows: list[Window], conv: int, device: torch.device) -> Plan:
+    """`conv`: K, the inputs of a convolution."""
+    firsts, starts = [0], [state.rows for state in states]
+    places, feeds, taps = [], [], conv - 1
+    for i, (state, window) in enumerate(zip(states, windows)):
+        places += [state.rows + state.shift + depth for depth in window.depths]
+        own: list[list[int]] = []
+        for row, parent in enumerate(window.parents):
+            before = own[parent] if parent >= 0 else [-1, *range(i * taps, (i + 1) * taps)]
+            own.append([*before[1:], len(states) * taps + firsts[-1] + row])
+        feeds += own
+        firsts.append(firsts[-1] + len(window.ids))
+    most, groups = TOGETHER.get(device.type, len(states)), []
+    for low in range(0, len(states), most):
+        members = slice(low, min(low + most, len(states)))
+        steps = delta.plan([window.parents for window in windows[members]], device)
+        groups.append(Group(members, slice(firsts[members.start], firsts[members.stop]), steps))
+    sees = [None if window.chain else paths(window, device) for window in windows]
+    return Plan(starts, firsts, places, sees, torch.tensor(feeds, device=device), groups)
+
+
+def paths(window: Window, device: torch.device) -> Tensor:
+    """bool [R, R]: the rows on the path to each row, itself included."""
+    seen = torch.eye(len(window.ids), dtype=torch.bool)
+    for row, parent in enumerate(window.parents):
+        if parent >= 0:
+            seen[row] |= seen[parent]
+    return seen.to(device)
 
 
 class Moved(NamedTuple):
-    """What a group's windows did to one Gated DeltaNet layer, to be committed in part."""
+    """What a round's windows did to one Gated DeltaNet layer, to be committed along their paths."""
 
-    conv: Tensor  # [B, K - 1 + R, C], the rows before the window in front
-    before: Tensor  # [B, heads, dk, dv]
-    after: Tensor
-    journal: delta.Journal
+    fed: Tensor  # [B (K - 1) + N, C], the inputs of the convolution that `Plan.feeds` counts
+    states: list[tuple[Tensor, delta.Journal]]  # of each group [B, heads, dk, dv] before its windows, and its steps
 
 
 Moves = list[tuple[Recurrence, tuple[Tensor, Tensor]]]
@@ -47,30 +92,20 @@ Moves = list[tuple[Recurrence, tuple[Tensor, Tensor]]]
 
 
 class Change(NamedTuple):
-    """What a round did: for each Gated DeltaNet layer, one `Moved` a group."""
+    """What a round did."""
 
-    groups: list[Group]
-    layers: dict[int, list[Moved]]
-
-
-def grouped(lengths: list[int], device: torch.device) -> list[Group]:
-    """Windows of equal length together, so that none waits for another's last step."""
-    most = TOGETHER.get(device.type, len(lengths))
-    starts, groups = [sum(lengths[:i]) for i in range(len(lengths))], []
-    for length in sorted(set(lengths)):
-        alike = [i for i, n in enumerate(lengths) if n == length]
-        for members in (alike[i : i + most] for i in range(0, len(alike), most)):
-            rows = [starts[i] + j for i in members for j in range(length)]
-            groups.append(Group(members, torch.tensor(rows, device=device), length))
-    return groups
+    plan: Plan
+    layers: dict[int, Moved]
 
 
 class Forward:
-    def __init__(self, t: Text, w: TextWeights, device: torch.device):
+    def __init__(self, t: Text, w: TextWeights, device: torch.device, fp8: bool = False):
         self.t, self.w, self.device = t, w, device
-        self.bits = attention.Bits(t.head_dim, t.positions)
+        self.bits = attention.Bits(t.head_dim, t.positions, fp8)
         self.inverse = rotary.frequencies(t.theta, t.rotary, device)
         self.axis = rotary.axes(list(t.section), t.rotary // 2, device)
+        self.taps: list[int] = []
+        """Layers whose residual rows the passes give besides."""
         self._joined: dict[int, list[tuple[list[Tensor], Tensor]]] = {}
 
     def embed(self, ids: list[int]) -> Tensor:
@@ -83,12 +118,13 @@ class Forward:
 
     def prompt_pass(
         self, states: list[State], lengths: list[int], x: Tensor, positions: Tensor, marks: list[list[int]]
-    ) -> tuple[Tensor, list[dict[int, State]], Moves]:
+    ) -> tuple[Tensor, list[dict[int, State]], Moves, Tensor | None]:
         """The next rows of each prompt, one prompt's after another's: x [L, D], positions [3, L], L = sum(lengths).
         Every state.rows must be a multiple of 64. States are not moved; `move` does that.
 
-        Returns the residual rows [L, D], what `move` needs and, for each prompt's `marks` (multiples of 64 among its
-        rows), the state after so many rows: a view, to be copied by `named` before the sequence is run anew.
+        Returns the residual rows [L, D], for each prompt's `marks` (multiples of 64 among its rows) the state after so
+        many rows (a view, to be copied by `named` before the sequence is run anew), what `move` needs, and the tapped
+        rows [L, taps · D], None where nothing is tapped.
         """
         starts = [state.rows for state in states]
         if any(start % delta.CHUNK for start in starts):
@@ -97,6 +133,7 @@ class Forward:
         kept = [{mark: state.at(mark) for mark in wanted} for state, wanted in zip(states, marks)]
         stops = [[mark - start for mark in wanted] for start, wanted in zip(starts, marks)]
         moves: Moves = []
+        tapped: list[Tensor] = []
         for i, layer in enumerate(self.w.layers):
             held = [state.layers[i] for state in states]
             if isinstance(layer.mixer, Attention):
@@ -108,7 +145,8 @@ class Forward:
                     for mark, moved in zip(wanted, found):
                         views[mark].layers[i].S, views[mark].layers[i].conv = moved
             x = self.feed(x + h, layer)
-        return x, kept, moves
+            tapped += [x] * (i in self.taps)
+        return x, kept, moves, torch.cat(tapped, -1) if tapped else None
 
     def move(self, states: list[State], lengths: list[int], moves: Moves) -> None:
         """Move each state over its rows of a prompt pass."""
@@ -117,41 +155,51 @@ class Forward:
         for state, rows in zip(states, lengths):
             state.rows += rows
 
-    def round_pass(self, states: list[State], windows: list[list[int]]) -> tuple[Tensor, Change]:
-        """One window of ids a sequence, each at its state's end. States are not moved; `commit` does that.
+    def round_pass(self, states: list[State], windows: list[Window]) -> tuple[Tensor, Tensor | None, Change]:
+        """One window a sequence, each at its state's end. States are not moved; `commit` does that.
 
-        Returns logits float32 [all rows, V] in order, and what `commit` needs.
+        Returns logits float32 [all rows, V] in order, the tapped rows [all rows, taps · D] (None where nothing is
+        tapped), and what `commit` needs.
         """
-        lengths = [len(ids) for ids in windows]
-        x = self.embed([id for ids in windows for id in ids])
-        places = [s.rows + s.shift + j for s, n in zip(states, lengths) for j in range(n)]
-        positions = torch.tensor(places, device=self.device).expand(3, -1)
+        plan = planned(states, windows, self.t.conv, self.device)
+        x = self.embed([id for window in windows for id in window.ids])
+        positions = torch.tensor(plan.places, device=self.device).expand(3, -1)
         cos, sin = rotary.tables(positions, self.inverse, self.axis)
-        starts, change = [s.rows for s in states], Change(grouped(lengths, self.device), {})
+        lengths, change, tapped = [len(window.ids) for window in windows], Change(plan, {}), []
         for i, layer in enumerate(self.w.layers):
             held = [s.layers[i] for s in states]
             if isinstance(layer.mixer, Attention):
-                h = self.attend(x, layer.mixer, held, starts, lengths, cos, sin)
+                h = self.attend(x, layer.mixer, held, plan.starts, lengths, cos, sin, plan.sees)
             else:
-                h, change.layers[i] = self.steps(x, layer.mixer, i, held, change.groups)
+                h, change.layers[i] = self.steps(x, layer.mixer, i, held, plan)
             x = self.feed(x + h, layer)
-        return self.logits(x), change
+            tapped += [x] * (i in self.taps)
+        return self.logits(x), torch.cat(tapped, -1) if tapped else None, change
 
-    def commit(self, states: list[State], change: Change, rows: list[int]) -> None:
-        """Move each state over the first `rows` rows of its window."""
-        taps = self.t.conv - 1
-        for i, moves in change.layers.items():
-            self._joined[i] = []
-            for group, moved in zip(change.groups, moves):
-                views = list(moved.after.unbind(0))
-                for b, member in enumerate(group.members):
-                    held, n = states[member].layers[i], rows[member]
-                    whole = n == group.length
-                    held.S = views[b] if whole else delta.replay(moved.before[b], moved.journal, b, n)
-                    held.conv = moved.conv[b, n : n + taps]
-                self._joined[i].append((views, moved.after))
-        for state, n in zip(states, rows):
-            state.rows += n
+    def commit(self, states: list[State], change: Change, walked: list[list[int]]) -> None:
+        """Move each state along the rows of its window that were walked, row 0 first. What fails has moved nothing."""
+        plan, moved = change.plan, []
+        keys = [i for i, layer in enumerate(states[0].layers) if isinstance(layer, Keys)]
+        for i, (fed, groups) in change.layers.items():
+            joined = []
+            for group, (before, journal) in zip(plan.groups, groups):
+                offsets = [first - group.rows.start for first in plan.firsts[group.members]]
+                rows = [[first + row for row in path] for first, path in zip(offsets, walked[group.members])]
+                whole = delta.replay(before, journal, rows)
+                joined.append((list(whole.unbind(0)), whole))
+            views = [view for one, _ in joined for view in one]
+            last = [plan.firsts[n] + path[-1] for n, path in enumerate(walked)]
+            conv = fed[plan.feeds[last, 1:]]
+            moved.append((i, joined, views, conv.unbind(0)))
+        for i, joined, views, convs in moved:
+            self._joined[i] = joined
+            for state, S, conv in zip(states, views, convs):
+                state.layers[i].S, state.layers[i].conv = S, conv
+        for state, start, path in zip(states, plan.starts, walked):
+            if path[-1] != len(path) - 1:
+                for i in keys:
+                    state.layers[i].gather(start, path)
+            state.rows += len(path)
 
     def feed(self, x: Tensor, layer: Layer) -> Tensor:
         """x plus the gated MLP of its norm."""
@@ -159,9 +207,18 @@ class Forward:
         return x + linear(silu(gate) * up, layer.down)
 
     def attend(
-        self, x: Tensor, w: Attention, held: list[Keys], starts: list[int], lengths: list[int], cos: Tensor, sin: Tensor
+        self,
+        x: Tensor,
+        w: Attention,
+        held: list[Keys],
+        starts: list[int],
+        lengths: list[int],
+        cos: Tensor,
+        sin: Tensor,
+        sees: list[Tensor | None] | None = None,
     ) -> Tensor:
-        """Full attention of each sequence's rows over its own past and the rows themselves, gated."""
+        """Full attention of each sequence's rows over its own past and the rows themselves, gated; `sees` as
+        `Plan.sees`."""
         t = self.t
         qg, k, v = rms_linear(x, w.inputs, t.eps).split(w.inputs.sizes, -1)
         q, gate = qg.reshape(len(x), t.heads, 2 * t.head_dim).chunk(2, -1)
@@ -169,10 +226,10 @@ class Forward:
         k = rotary.rotate(norm.rms(k.reshape(len(x), t.kv_heads, -1), w.key, t.eps), cos, sin)
         k, v, scale = attention.prepare(k, v.reshape(len(x), t.kv_heads, -1), self.bits)
         outs, row = [], 0
-        for keys, start, n in zip(held, starts, lengths):
+        for keys, start, n, seen in zip(held, starts, lengths, sees or [None] * len(held)):
             rows = slice(row, row + n)
             keys.write(start, k[:, rows], v[:, rows], scale[:, rows])
-            outs.append(attention.attend(q[rows], *keys.seen(start + n), start, self.bits))
+            outs.append(attention.attend(q[rows], *keys.seen(start + n), start, self.bits, seen))
             row += n
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return linear(out * sigmoid(gate.reshape(len(x), -1)), w.out)
@@ -195,20 +252,18 @@ class Forward:
             at_stops.append([(at[stop], rows[stop : stop + taps]) for stop in wanted])
         return self.gated(torch.cat(outs), z, w), ends, at_stops
 
-    def steps(
-        self, x: Tensor, w: Delta, i: int, held: list[Recurrence], groups: list[Group]
-    ) -> tuple[Tensor, list[Moved]]:
+    def steps(self, x: Tensor, w: Delta, i: int, held: list[Recurrence], plan: Plan) -> tuple[Tensor, Moved]:
         """Gated DeltaNet over the windows of a round; moves nothing."""
         m, z, b, a = rms_linear(x, w.inputs, self.t.eps).split(w.inputs.sizes, -1)
-        out, moves = x.new_empty(len(x), self.t.value_heads, self.t.value_dim), []
-        for group in groups:
-            mg, bg, ag = (part[group.rows].view(-1, group.length, part.shape[-1]) for part in (m, b, a))
-            conv = torch.cat([torch.stack([held[n].conv for n in group.members]), mg], 1)
-            before = self.joined(i, [held[n].S for n in group.members])
-            o, after, journal = delta.steps(before, *self.gates(delta.convolve(conv, w.taps), bg, ag, w))
-            out[group.rows] = o.flatten(0, 1)
-            moves.append(Moved(conv, before, after, journal))
-        return self.gated(out, z, w), moves
+        fed = torch.cat([*(one.conv for one in held), m])
+        inputs = self.gates(delta.convolve(fed[plan.feeds], w.taps)[:, 0], b, a, w)
+        outs, states = [], []
+        for group in plan.groups:
+            before = self.joined(i, [one.S for one in held[group.members]])
+            o, journal = delta.steps(before, *(part[group.rows] for part in inputs), group.steps)
+            outs.append(o)
+            states.append((before, journal))
+        return self.gated(outs[0] if len(outs) == 1 else torch.cat(outs), z, w), Moved(fed, states)
 
     def gates(self, c: Tensor, b: Tensor, a: Tensor, w: Delta) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Convolved rows [..., C] and raw gates [..., heads] -> q, k [..., heads, dk], v [..., heads, dv], g, beta."""

@@ -18,6 +18,8 @@ from PIL import Image
 from tfmagic.errors import Refusal
 
 AGAIN = "Download the model again."
+AT_ONCE = 128
+"""Patches that are normalised together: about 400 KB."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +104,32 @@ def prepare(image: Image.Image, preprocessor: Preprocessor) -> tuple[torch.Tenso
     p = preprocessor
     wide, high = p.resized(*image.size)
     pixels = np.asarray(image.resize((wide, high), Image.Resampling.BICUBIC))
-    gh, gw, m = high // p.patch, wide // p.patch, p.merge
-    cells = pixels.reshape(gh // m, m, p.patch, gw // m, m, p.patch, 3).transpose(0, 3, 1, 4, 6, 2, 5)
-    # The reference's roundings, value by value: uint8 times a double, rounded to float32, then normalised in float32.
-    scaled = (np.arange(256) * p.scale).astype(np.float32)
-    levels = (scaled - np.array(p.mean, np.float32)[:, None]) / np.array(p.std, np.float32)[:, None]
-    x = levels[np.arange(3)[:, None, None], cells]
-    x = np.repeat(x[:, :, :, :, :, None], p.frames, axis=5)
-    return torch.from_numpy(x.reshape(gh * gw, -1)), (1, gh, gw), gh * gw // m**2
+    gh, gw = high // p.patch, wide // p.patch
+    patches = normalised(squares(pixels, p.patch, p.merge), p)
+    return torch.from_numpy(patches.reshape(gh * gw, -1)), (1, gh, gw), gh * gw // p.merge**2
+
+
+def squares(pixels: np.ndarray, patch: int, merge: int) -> np.ndarray:
+    """pixels [high, wide, 3] -> [patches, 3, patch * patch], cell by cell, uint8. A patch's row, `patch` bytes of one
+    colour, is moved as one element: by far faster than byte by byte."""
+    high, wide, _ = pixels.shape
+    planes = np.ascontiguousarray(pixels.transpose(2, 0, 1)).view(np.dtype((np.void, patch)))
+    cells = planes.reshape(3, high // (patch * merge), merge, patch, wide // (patch * merge), merge)
+    ordered = np.ascontiguousarray(cells.transpose(1, 4, 2, 5, 0, 3))
+    return ordered.view(np.uint8).reshape(-1, 3, patch * patch)
+
+
+def normalised(patches: np.ndarray, p: Preprocessor) -> np.ndarray:
+    """uint8 [patches, 3, n] -> float32 [patches, 3, frames, n], with the reference's roundings: uint8 times a double,
+    rounded to float32, then normalised in float32. A few patches at a time, which stay in the core's cache."""
+    out = np.empty((len(patches), 3, p.frames, patches.shape[2]), np.float32)
+    mean, std = (np.array(values, np.float32)[:, None] for values in (p.mean, p.std))
+    x = np.empty((AT_ONCE, 3, patches.shape[2]), np.float32)
+    for first in range(0, len(patches), AT_ONCE):
+        some = patches[first : first + AT_ONCE]
+        x = x[: len(some)]
+        np.multiply(some, p.scale, out=x, dtype=np.float64, casting="unsafe")
+        x -= mean
+        x /= std
+        out[first : first + AT_ONCE] = x[:, :, None]
+    return out

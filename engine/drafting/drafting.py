@@ -1,0 +1,214 @@
+"""Drafting: what each stream brings to a round, and what is learnt from how it went.
+
+A stream copies where its context repeats; elsewhere the block drafter, if the model has one, is asked, for all such
+streams at once. The row budget then says how much of it is verified. A drafter that fails costs its streams their
+drafts, nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from tfmagic.engine.resident.log import log
+
+from ..sampling import Draw
+from . import budget, tree
+from .budget import Calibration, Curve, Share, Worth
+from .copy import Copies
+from .draft import NOTHING, ROWS, Draft, Lattice, Walk
+
+HELD = 4096
+"""Tapped rows that are held for a drafter at most; it then goes without the oldest."""
+BLOCKS = {"on": tree.tree, "tree": tree.tree, "block": tree.block}
+"""By the request's `draft`: what is made of a block drafter's candidates."""
+COPYING = ("on", "copy")
+GOLDEN = 0.618
+"""Spreads the streams evenly over a pause, so that they do not all try again at once, nor short ones never."""
+SLOW = 0.05
+"""The weight of the newest draft in what drafts are worth to the engine as a whole."""
+
+
+class Taps:
+    """Tapped rows of one sequence that follow each other, waiting to be read by a drafter."""
+
+    def __init__(self, start: int = 0):
+        self.start, self.rows, self._parts = start, 0, deque()
+
+    def add(self, taps: Any, start: int) -> None:
+        """The rows start, start + 1, ...: taps [n, taps · D]."""
+        if start != self.start + self.rows:
+            self.start, self.rows = start, 0
+            self._parts.clear()
+        self._parts.append(taps)
+        self.rows += len(taps)
+        while self.rows - len(self._parts[0]) >= HELD:
+            self.rows -= len(self._parts[0])
+            self.start += len(self._parts.popleft())
+
+    def take(self) -> list[tuple[Any, int]]:
+        """Every part with the row that it starts at; they are then gone."""
+        taken = []
+        while self._parts:
+            part = self._parts.popleft()
+            taken.append((part, self.start))
+            self.start, self.rows = self.start + len(part), self.rows - len(part)
+        return taken
+
+
+class Guesses:
+    """One stream's means to guess what comes next."""
+
+    def __init__(self, ids: list[int], draft: str):
+        """`ids`: the context, shared with the stream; `draft`: the request's."""
+        self.copies = Copies(ids) if draft in COPYING else None
+        self.make: Callable[[Lattice, Draw], Draft] | None = BLOCKS.get(draft)
+        self.context: Any = None
+        """The drafter's, of this sequence; None: it is not asked."""
+        self.taps = Taps()
+        """What the context does not have yet."""
+        self.worth = Worth()
+
+
+class Proposal:
+    """What all streams bring to one round."""
+
+    def __init__(self, drafts: list[Draft], raw: list[Draft], asked: set[int], share: Share, drafting_ms: float):
+        self.drafts, self.raw, self.asked, self.share, self.drafting_ms = drafts, raw, asked, share, drafting_ms
+        self.kept = [draft.first(n) for draft, n in zip(drafts, share.kept)]
+        """What is verified, by stream."""
+
+    def cut(self, i: int) -> int:
+        return len(self.drafts[i].ids) - len(self.kept[i].ids)
+
+
+class Drafting:
+    def __init__(self, drafter: Any = None, curve: Curve | None = None):
+        """`drafter`: a `block.Drafter`, None where the model has none; `curve`: None: every guess is verified."""
+        self.drafter, self.curve = drafter, curve
+        self._calibrations: dict[tuple, Calibration] = defaultdict(Calibration)
+        self._usual: dict[tuple, float] = defaultdict(float)
+        self._begun = 0
+        self._costs: dict[int, deque[float]] = {}
+
+    def begin(self, streams: list[Any], taps: Taps) -> None:
+        """A prompt's streams begin to decode, their first tokens delivered; `taps`: the prompt's, as far as they were
+        computed now."""
+        mine = [stream for stream in streams if stream.guesses.make is not None]
+        if self.drafter is None or not mine or not taps.rows:
+            return
+        try:
+            context = self.drafter.context()
+            self._read(context, taps)
+            for stream in mine:
+                stream.guesses.context = context if stream is mine[0] else context.fork()
+                self._begun += 1
+                stream.guesses.worth = Worth(self._usual[kind(stream)], GOLDEN * self._begun % 1)
+        except Exception as error:
+            self._failed(mine, error)
+
+    def propose(self, streams: list[Any]) -> Proposal:
+        """Drafts for the next round of these streams, cut to what is worth its rows."""
+        began = time.perf_counter()
+        limits = [min(ROWS, stream.room) - 1 for stream in streams]
+        raw = [self._copied(stream, limit) for stream, limit in zip(streams, limits)]
+        asking = [i for i, draft in enumerate(raw) if not draft.ids and self._asks(streams[i], limits[i])]
+        for i, draft in self._blocks(streams, limits, asking):
+            raw[i] = draft
+        drafts = [
+            self._calibrations[kind(stream)].corrected(draft) if draft.source in ("tree", "block") else draft
+            for stream, draft in zip(streams, raw)
+        ]
+        now = 1e3 * (time.perf_counter() - began)
+        usual = self._usual_cost(len(asking), now) if asking else 0.0
+        return Proposal(drafts, raw, set(asking), budget.share(drafts, self.curve, usual), usual)
+
+    def _usual_cost(self, asked: int, now: float) -> float:
+        """What drafts for so many streams usually take, milliseconds; `now`: these. The first of their number, for
+        which the device had to be made ready, are not counted."""
+        costs = self._costs.get(asked)
+        if costs is None:
+            costs = self._costs[asked] = deque(maxlen=budget.RECENT)
+        else:
+            costs.append(now)
+        return median(costs) if costs else 0.0
+
+    def learn(self, streams: list[Any], proposal: Proposal, walks: list[Walk], ms: float) -> None:
+        """How the round went, which took `ms`."""
+        kept = [len(draft.ids) for draft in proposal.kept]
+        if self.curve is not None:
+            self.curve.learn(len(streams), len(streams) + sum(kept), ms)
+        for i, (stream, draft, walk) in enumerate(zip(streams, proposal.raw, walks)):
+            accepted = max(len(walk.rows) - 1, 0)
+            if draft.source == "copy":
+                stream.guesses.copies.learn(kept[i], accepted)
+            elif draft.ids and not walk.error:
+                self._calibrations[kind(stream)].learn(draft, kept[i], walk.rows)
+            if i in proposal.asked and self.curve is not None:
+                part = proposal.drafting_ms / len(proposal.asked)
+                worth = budget.gain(accepted, kept[i], proposal.share, kept, part)
+                stream.guesses.worth.learn(worth)
+                self._usual[kind(stream)] += SLOW * (worth - self._usual[kind(stream)])
+
+    def read(self, stream: Any, taps: Any, start: int) -> None:
+        """Tapped rows of a stream's walk, from row `start` on: read with its next draft."""
+        if stream.guesses.context is not None and taps is not None:
+            stream.guesses.taps.add(taps, start)
+
+    def _read(self, context: Any, taps: Taps) -> None:
+        for rows, start in taps.take():
+            self.drafter.extend(context, rows, start)
+
+    def _copied(self, stream: Any, limit: int) -> Draft:
+        guesses = stream.guesses
+        if guesses.copies is None or limit < 1:
+            return NOTHING
+        try:
+            return guesses.copies.draft(limit)
+        except Exception as error:
+            log(f"copying failed, and its stream goes on without: {type(error).__name__}: {error}")
+            guesses.copies = None
+            return NOTHING
+
+    def _asks(self, stream: Any, limit: int) -> bool:
+        guesses = stream.guesses
+        return limit > 0 and guesses.context is not None and not guesses.worth.rests()
+
+    def _blocks(self, streams: list[Any], limits: list[int], asking: list[int]) -> list[tuple[int, Draft]]:
+        """The drafter's drafts for the streams of these places: in one batch, or none where it fails."""
+        if not asking:
+            return []
+        from .block import Ask
+
+        try:
+            asks = []
+            for i in asking:
+                guesses, ids = streams[i].guesses, streams[i].ids
+                self._read(guesses.context, guesses.taps)
+                asks.append(Ask(guesses.context, ids[-1], len(ids) - 1, min(limits[i], self.drafter.block - 1)))
+            lattices = self.drafter.lattices(asks)
+            return [(i, self._draft(streams[i], lattice)) for i, lattice in zip(asking, lattices, strict=True)]
+        except Exception as error:
+            self._failed([streams[i] for i in asking], error)
+            return []
+
+    @staticmethod
+    def _draft(stream: Any, lattice: Lattice) -> Draft:
+        ids = lattice.ids
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < stream.sampling.size:
+            raise ValueError(f"guesses from {ids.min()} to {ids.max()} of {stream.sampling.size} tokens")
+        return stream.guesses.make(lattice, stream.draws())
+
+    @staticmethod
+    def _failed(streams: list[Any], error: Exception) -> None:
+        log(f"the drafter failed, and {len(streams)} streams go on without: {type(error).__name__}: {error}")
+        for stream in streams:
+            stream.guesses.context, stream.guesses.taps = None, Taps()
+
+
+def kind(stream: Any) -> tuple:
+    """Streams whose drafts are alike in what they are worth."""
+    return stream.sampling.draft, stream.sampling.greedy

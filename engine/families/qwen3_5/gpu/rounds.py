@@ -1,0 +1,186 @@
+"""Rounds by bucket: (streams, rows of a window), both powers of two up to 16. On a GPU each is captured once and from
+then on is one launch between one copy in and one copy out; on a CPU it simply runs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....drafting.draft import Outcome, Walk, Window
+from ....sampling import COLDEST, Draw, Sampling
+from .fields import Fields
+from .forward import ROWS, Forward
+from .graphs import Graphs
+from .state import State
+
+BUCKETS = (1, 2, 4, 8, 16)
+NOT_FINITE = "the model gave numbers that are not finite"
+WRAP = 1 << 64
+
+
+class Bucket(NamedTuple):
+    """Rounds of one shape. Every field is part of what is captured."""
+
+    streams: int
+    rows: int
+    size: int
+    """Ids at or beyond it are never drawn."""
+    greedy: bool
+    """Every stream of the round is."""
+
+
+def bucket(windows: list[Window], draws: list[Draw], least: int = 1) -> Bucket:
+    """The least bucket that holds the round and has `least` rows in all. Raises ValueError when none does."""
+    streams, rows = len(windows), max(len(window.ids) for window in windows)
+    if streams > BUCKETS[-1] or rows > BUCKETS[-1]:
+        raise ValueError(f"a round of {streams} windows of up to {rows} rows; {BUCKETS[-1]} of {BUCKETS[-1]} at most")
+    sizes = {draw.sampling.size for draw in draws}
+    if len(sizes) > 1:
+        raise ValueError("a round's streams draw from different numbers of ids")
+    rows = next(b for b in BUCKETS if b >= rows)
+    streams = next(b for b in BUCKETS if b >= streams and b * rows >= least)
+    return Bucket(streams, rows, sizes.pop(), all(draw.sampling.greedy for draw in draws))
+
+
+def fields(S: int, R: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """What a round is told."""
+    rows, whole, double = (S, R), torch.int32, torch.float64
+    return {
+        "ids": (whole, rows),
+        "parents": (whole, rows),
+        "positions": (whole, rows),  # for the rotation
+        "counts": (whole, (S,)),  # rows in use; 0: no stream
+        "slots": (whole, (S,)),
+        "rows": (whole, (S,)),  # committed before
+        "temperature": (double, rows),
+        "top_k": (whole, rows),
+        "top_p": (double, rows),
+        "min_p": (double, rows),
+        "seed": (torch.int64, rows),
+        "places": (whole, rows),  # absolute, of the tokens drawn
+    }
+
+
+class Round:
+    """A bucket's arrays, and its launch."""
+
+    def __init__(self, b: Bucket, forward: Forward, graphs: Graphs, taps: Tensor | None):
+        """`taps`: where the tapped layers' rows go."""
+        self.bucket, self.taps, device = b, taps, forward.device
+        rows = torch.int32, (b.streams, b.rows)
+        self.into = Fields(device, **fields(b.streams, b.rows))
+        self.out = Fields(device, drawn=rows, path=rows, walked=(torch.int32, (b.streams,)))
+        self.chain = list(range(-1, b.rows - 1))
+        self.into.numpy["parents"][:] = self.chain
+        self._last: list[tuple[Sampling, int] | None] = [None] * b.streams
+        self.into.send()
+        told = self.into.device, self.out.device, taps, b.size, b.greedy
+        self.launch = graphs.captured(lambda: forward.round(*told))
+
+    def fill(self, states: list[State], windows: list[Window], draws: list[Draw]) -> None:
+        f, n, R = self.into.numpy, len(states), self.bucket.rows
+        for name in ("counts", "slots", "rows"):
+            f[name][n:] = 0
+        f["counts"][:n] = [len(ids) for ids, _ in windows]
+        f["slots"][:n] = [state.slot.index for state in states]
+        f["rows"][:n] = rows = np.array([state.rows for state in states], np.int32)
+        places, shifts = [draw.position for draw in draws], [state.shift for state in states]
+        depths = 0
+        if R == 1:
+            f["ids"][:n, 0] = [ids[0] for ids, _ in windows]
+        else:
+            f["ids"][:n] = [ids + [0] * (R - len(ids)) for ids, _ in windows]
+            f["parents"][:n] = [parents + self.chain[len(parents) :] for _, parents in windows]
+            depths = np.array([window.depths + [0] * (R - len(window.ids)) for window in windows], np.int32)
+        f["positions"][:n] = (rows + shifts)[:, None] + depths
+        f["places"][:n] = np.array(places, np.int32)[:, None] + depths
+        if not self.bucket.greedy:
+            self._rules(draws)
+
+    def _rules(self, draws: list[Draw]) -> None:
+        """How each stream draws; most often it is what it was in the last round."""
+        for s, draw in enumerate(draws):
+            by, last, f = draw.sampling, self._last[s], self.into.numpy
+            if last is not None and last[0] is by and last[1] == draw.seed:
+                continue
+            self._last[s] = by, draw.seed
+            f["temperature"][s] = max(by.temperature, COLDEST) if by.temperature else 0.0
+            f["top_k"][s], f["top_p"][s], f["min_p"][s] = by.top_k, by.top_p, by.min_p
+            f["seed"][s] = signed(draw.seed)
+
+    def outcomes(self, logits: Tensor, draws: list[Draw]) -> list[Outcome]:
+        """What each stream's window gave; `logits` float32 [S · R, V] of this round, on the device."""
+        counts, paths, drawn = (self.out.numpy[name].tolist() for name in ("walked", "path", "drawn"))
+        rows = [path[:count] for path, count in zip(paths, counts[: len(draws)])]
+        asked = [bool(draw.sampling.logprobs) for draw in draws]
+        none = [None] * len(rows)
+        wanted = self._taken(logits, [own if ask else [] for own, ask in zip(rows, asked)]) if any(asked) else none
+        tapped = none if self.taps is None else self._taken(self.taps, rows)
+        found = []
+        for s, own in enumerate(rows):
+            error = NOT_FINITE if self._stuck(s, own, drawn[s]) else None
+            walk = Walk(own, [drawn[s][row] for row in own], error)
+            found.append(Outcome(walk, wanted[s].cpu().numpy() if asked[s] else None, tapped[s]))
+        return found
+
+    def _taken(self, x: Tensor, rows: list[list[int]]) -> list[Tensor]:
+        """Each stream's rows of x [S · R, ...], copied at once."""
+        flat = [s * self.bucket.rows + row for s, own in enumerate(rows) for row in own]
+        if not flat:
+            return [x[:0]] * len(rows)
+        return list(x[torch.tensor(flat).to(x.device)].split([len(own) for own in rows]))
+
+    def _stuck(self, s: int, rows: list[int], drawn: list[int]) -> bool:
+        """Whether the walk ended before a row that was not finite."""
+        if not rows:
+            return True
+        f, last = self.into.numpy, rows[-1]
+        count = int(f["counts"][s])
+        if count == last + 1 or min(drawn[:count]) >= 0:
+            return False
+        here = slice(last + 1, count)
+        return bool(((f["parents"][s, here] == last) & (f["ids"][s, here] == drawn[last])).any())
+
+
+def signed(seed: int) -> int:
+    """The bits of a seed as int64."""
+    seed %= WRAP
+    return seed - WRAP if seed >= WRAP // 2 else seed
+
+
+class Rounds:
+    """Rounds of every bucket, made when they are first needed."""
+
+    def __init__(self, forward: Forward, graphs: Graphs):
+        self.forward, self.graphs = forward, graphs
+        self._made: dict[Bucket, Round] = {}
+        self._taps: Tensor | None = None
+        self.least = -(-4 // forward.t.kv_heads)
+        """Rows in all for which every layer's part of what a round leaves starts at a multiple of 16 bytes."""
+
+    def tap(self) -> None:
+        """The forward's taps have changed."""
+        self._made, self._taps = {}, self.forward.new_taps(ROWS)
+
+    def run(self, states: list[State], windows: list[Window], draws: list[Draw]) -> list[Outcome]:
+        """One round; states move along their walks."""
+        b = bucket(windows, draws, self.least)
+        for state, window in zip(states, windows):
+            state.reserve(state.rows + len(window.ids))
+        round = self._made.get(b) or self._make(b)
+        round.fill(states, windows, draws)
+        round.into.send()
+        round.launch()
+        round.out.receive()
+        outcomes = round.outcomes(self.forward.space.logits, draws)
+        for state, outcome in zip(states, outcomes):
+            state.rows += len(outcome.walk.rows)
+        return outcomes
+
+    def _make(self, b: Bucket) -> Round:
+        taps = None if self._taps is None else self._taps[: b.streams * b.rows]
+        made = self._made[b] = Round(b, self.forward, self.graphs, taps)
+        return made

@@ -1,0 +1,113 @@
+"""The engine over the bf16 form, on twins: the promises, the schedule fuzzer, and what is given back."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import pytest
+
+from tfmagic.engine import families
+from tfmagic.engine.checkpoint import Checkpoint
+from tfmagic.engine.families.qwen3_5.gpu.pool import Plan
+from tfmagic.engine.open import Settings
+from tfmagic.engine.open import open as open_model
+from tfmagic.errors import Refusal
+
+from ..bench.engine import run as ask
+from ..engine.conftest import GREEDY, SEEDED, Bench, text_prompt
+from ..engine.test_fuzz import World, many
+from ..families.conftest import GOLDEN
+from .conftest import ids_of
+
+
+@pytest.fixture(scope="module")
+def model():
+    """`tiny`, whose prompts are cut by the scheduler's own slices, which tests choose."""
+    made = families.load(Checkpoint(GOLDEN), "cpu", form="bf16")
+    made.slices = None
+    return made
+
+
+def given_back(model) -> None:
+    gc.collect()
+    assert model.pool.free_slots == model.pool.plan.slots - 1
+
+
+def test_together_is_alone_and_again_is_cold(model):
+    prompts = [text_prompt(ids_of(n, seed=n)) for n in (5, 70, 130, 200)]
+    asked = [(prompt, sampling) for prompt in prompts for sampling in (GREEDY, SEEDED)]
+    alone = [Bench(model, budget=0).run(p, replace(s, draft="off", max_tokens=9)) for p, s in asked]
+    bench = Bench(model)
+    for _ in range(2):
+        runs = [bench.submit(p, replace(s, max_tokens=9)) for p, s in asked]
+        bench.drain()
+        for run, one in zip(runs, alone):
+            assert run.status == "done" and run.streams[0].token_ids == one.streams[0].token_ids
+    assert run.cached_tokens == 192 and run.cache_source == "exact"
+    del bench
+    given_back(model)
+
+
+def test_one_prompt_in_many_streams(model):
+    prompt, few = text_prompt(ids_of(100, seed=3)), replace(SEEDED, max_tokens=6)
+    run = Bench(model).run(prompt, few, streams=16)
+    for i, stream in enumerate(run.streams):
+        one = Bench(model, budget=0).run(prompt, replace(few, seed=few.seed + i, draft="off"))
+        assert stream.token_ids == one.streams[0].token_ids
+    given_back(model)
+
+
+@pytest.mark.slow
+def test_schedules(model, pictures, tmp_path, capfd):
+    counts = many(World(model, pictures), tmp_path, range(12), capfd)
+    wanted = ("accepted", "rejected", "cached", "cancelled", "packed")
+    assert all(counts[what] for what in wanted), counts
+    given_back(model)
+
+
+def test_what_does_not_fit_waits_and_what_never_fits_is_refused():
+    small = Plan(slots=19, pages=4, longest=9, views=1 << 20)
+    model = families.load(Checkpoint(GOLDEN), "cpu", form="bf16")
+    small = type(model)(Checkpoint(GOLDEN), "cpu", planned=small)
+    bench = Bench(small, memory=small.memory)
+    with pytest.raises(Refusal, match="may need"):
+        bench.submit(text_prompt(ids_of(1600)))
+    one = bench.submit(text_prompt(ids_of(600, seed=1)), replace(GREEDY, max_tokens=4))
+    two = bench.submit(text_prompt(ids_of(700, seed=2)), replace(GREEDY, max_tokens=4))
+    bench.engine.step()
+    assert len(bench.engine.schedule.running) == 1
+    bench.drain()
+    assert one.status == two.status == "done"
+    third = bench.run(text_prompt(ids_of(1400, seed=3)), replace(GREEDY, max_tokens=4))
+    assert third.status == "done"
+    given_back(small)
+
+
+def test_states_on_disk_hold_bf16_and_fp8(tmp_path):
+    from tfmagic.engine.cache.disk import Disk, Limits
+    from tfmagic.engine.cache.store import Store
+
+    for kv in ("bf16", "fp8"):
+        model = families.load(Checkpoint(GOLDEN), "cpu", form="bf16", kv=kv)
+        prompt, few = text_prompt(ids_of(600)), replace(GREEDY, max_tokens=4)
+        replies = []
+        for _ in range(2):
+            store = Store(1 << 30, model.grain)
+            store.disk = Disk(tmp_path / kv, {"model": "tiny"}, model.grain, Limits(free=0), lambda line: None)
+            run = Bench(model, store=store).run(prompt, few)
+            store.disk.close(5.0)
+            replies.append((run.cached_tokens, run.cache_source, run.streams[0].token_ids))
+        assert replies[0][0] == 0 and replies[1][:2] == (576, "disk") and replies[0][2] == replies[1][2]
+
+
+def test_the_shipped_model_in_bf16_says_what_it_says_exactly():
+    said = {}
+    for form in (None, "bf16"):
+        opened = open_model(None, "cpu", Settings(form=form, drafter="none"), lambda event: None)
+        params = {"max_tokens": 12, "temperature": 0.0}
+        first = ask(opened, "What is 12 + 7?", **params)
+        again = ask(opened, "What is 12 + 7?", draft="off", **params)
+        assert first.streams[0].token_ids == again.streams[0].token_ids
+        said[form] = first.streams[0].text
+    assert said[None] == said["bf16"]

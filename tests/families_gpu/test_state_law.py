@@ -1,0 +1,162 @@
+"""The row law over whole states in the bf16 form, on twins: cuts, resumes, forks, windows, trees and neighbours leave
+every tensor of a state bit for bit."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from ..families.conftest import straight
+from .conftest import GREEDY, SEEDED, Reply, cold, ids_of, rounds, same
+
+
+@pytest.fixture(params=["tiny", "tiny_fp8"])
+def model(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize("rows", [65, 128, 129, 580])
+def test_a_cut_or_resumed_prompt_is_the_whole_prompt(model, rows):
+    ids, mark = ids_of(rows), (rows - 1) // 64 * 64
+    logits, state, kept = cold(model, ids, [64, mark])
+    for at in {64, mark}:
+        for tensors in (kept[at], dict(kept[at].items())):  # still on the device, and from host memory
+            resumed = model.restore(tensors, at)
+            assert resumed.rows == at
+            again, _ = model.prompt_pass(resumed, ids[at:], {}, straight(rows)[:, at:], [])
+            assert torch.equal(again, logits)
+            same(resumed.named(), state.named())
+
+
+def test_prompts_packed_together_are_each_what_they_are_alone(model):
+    prompts = [ids_of(n, seed=n) for n in (3, 64, 200, 129)]
+    alone = [cold(model, ids, [64] if len(ids) > 64 else []) for ids in prompts]
+    states = [model.new_state() for _ in prompts]
+    parts = [(s, ids, {}, straight(len(ids)), [64] if len(ids) > 64 else []) for s, ids in zip(states, prompts)]
+    for (logits, views, taps), (expected, state, kept), mine in zip(model.prompt_passes(parts), alone, states):
+        assert torch.equal(logits, expected) and taps is None
+        same(mine.named(), state.named())
+        for mark, view in views.items():
+            same(view.named(), kept[mark])
+
+
+def test_a_mark_copied_late_is_untouched_by_the_decoding_since(model):
+    ids, state = ids_of(150), model.new_state()
+    logits, kept = model.prompt_pass(state, ids, {}, straight(150), [64, 128])
+    reply = Reply(state, 150, int(logits.argmax()))
+    for _ in range(12):
+        rounds(model, [reply])
+    for mark, view in kept.items():
+        same(view.named(), cold(model, ids[:mark])[1].named())
+
+
+def test_a_pass_must_start_on_the_grain(model):
+    state = cold(model, ids_of(70))[1]
+    with pytest.raises(ValueError, match="multiple of 64"):
+        model.prompt_pass(state, [1], {}, straight(1), [])
+
+
+def test_a_pass_that_fails_moves_no_state(model, monkeypatch):
+    ids = ids_of(200)
+    state = model.new_state()
+    model.prompt_pass(state, ids[:128], {}, straight(128), [])
+    before = state.named()
+
+    def fails(*args):
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.text, "logits", fails)
+        with pytest.raises(RuntimeError):
+            model.prompt_pass(state, ids[128:], {}, straight(200)[:, 128:], [])
+    assert state.rows == 128
+    same(state.named(), before)
+    again = model.prompt_pass(state, ids[128:], {}, straight(200)[:, 128:], [])[0]
+    assert torch.equal(again, cold(model, ids)[0])
+
+
+def tree(right: list[int], rng: random.Random) -> tuple[list[int], list[int]]:
+    """Guesses behind a pending token: some of the right continuation, among wrong ones."""
+    ids, parents, last = [], [], 0
+    for id in right[: rng.choice([0, 1, 2, 5, 9])]:
+        for guess in ([(id + 1) % 240] if rng.random() < 0.4 else []) + [id if rng.random() < 0.8 else (id + 2) % 240]:
+            if len(ids) < 15:
+                ids.append(guess)
+                parents.append(last)
+        last = len(ids)
+        if rng.random() < 0.2 and last > 1:
+            last -= 1  # a child of a wrong guess
+    return ids, parents
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_drafted_streams_together_are_each_serial_and_alone(model, sampling):
+    rng, prompts = random.Random(1), [ids_of(n, seed=n) for n in (70, 5, 64, 505)]
+    begun = [cold(model, ids) for ids in prompts]
+    serial = [Reply(s.fork(), len(ids), int(row.argmax()), sampling) for (row, s, _), ids in zip(begun, prompts)]
+    for reply in serial:
+        for _ in range(24):
+            rounds(model, [reply])
+    drafted = [Reply(s, len(ids), int(row.argmax()), sampling) for (row, s, _), ids in zip(begun, prompts)]
+    while min(len(reply.ids) for reply in drafted) < 14:
+        going = [(a, b) for a, b in zip(drafted, serial) if len(a.ids) < 14]
+        drafts = [tree(whole.ids[len(reply.ids) :], rng) for reply, whole in going]
+        rounds(model, [reply for reply, _ in going], drafts)
+    for reply, whole, ids in zip(drafted, serial, prompts):
+        n = len(reply.ids)
+        assert reply.ids == whole.ids[:n]
+        again = Reply(cold(model, ids)[1], len(ids), reply.ids[0], sampling)
+        for _ in range(n - 1):
+            rounds(model, [again])
+        same(reply.state.named(), again.state.named())
+
+
+def test_a_fork_goes_its_own_way(model):
+    row, state, _ = cold(model, ids_of(70))
+    before, other = state.named(), state.fork()
+    reply = Reply(other, 70, int(row.argmax()))
+    for _ in range(5):
+        rounds(model, [reply])
+    same(state.named(), before)
+    assert other.rows == 75 and state.rows == 70
+
+
+def test_a_row_that_is_not_finite_ends_its_own_stream_alone(tiny, monkeypatch):
+    begun = [cold(tiny, ids_of(n, seed=n)) for n in (9, 12)]
+    replies = [Reply(s, n, int(row.argmax())) for (row, s, _), n in zip(begun, (9, 12))]
+    expected = Reply(begun[1][1].fork(), 12, replies[1].ids[0])
+    rounds(tiny, [expected])
+    tiny.pool.S[0, replies[0].state.slot.index] = torch.nan
+    broken, sound = rounds(tiny, replies)
+    assert not broken.walk.rows and "finite" in broken.walk.error
+    assert sound.walk.error is None and replies[1].ids == expected.ids
+
+
+def test_logits_and_taps_come_of_the_rows_walked(tiny):
+    row, state, _ = cold(tiny, ids_of(40))
+    ahead = Reply(state.fork(), 40, int(row.argmax()))
+    for _ in range(3):
+        rounds(tiny, [ahead])
+    right = ahead.ids[1:]
+    draft = [(right[0] + 1) % 240, right[0], right[1]], [0, 0, 2]
+    tiny.tap([1, 3])
+    try:
+        asked = Reply(state.fork(), 40, ahead.ids[0], replace(GREEDY, logprobs=1))
+        outcome = rounds(tiny, [asked], [draft])[0]
+        one = Reply(state, 40, ahead.ids[0], replace(GREEDY, logprobs=1))
+        alone = [rounds(tiny, [one])[0] for _ in range(3)]
+    finally:
+        tiny.tap([])
+    assert outcome.walk.rows == [0, 2, 3] and outcome.walk.ids == right
+    assert np.array_equal(outcome.logits, np.concatenate([o.logits for o in alone]))
+    assert torch.equal(outcome.taps, torch.cat([o.taps for o in alone])) and outcome.taps.shape == (3, 128)
+
+
+def test_what_is_timed_leaves_nothing_behind(tiny):
+    free = tiny.pool.free_pages, tiny.pool.free_slots
+    assert tiny.time_round(3, 7) > 0
+    assert (tiny.pool.free_pages, tiny.pool.free_slots) == free

@@ -1,0 +1,165 @@
+"""The bf16 form on a GPU, the shipped model's weights: the row law over whole states, schedules and processes."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tfmagic.engine import families
+from tfmagic.engine.cache.segments import memory
+from tfmagic.engine.checkpoint import Checkpoint, resolve
+from tfmagic.engine.prompt import PreparedImage
+
+from ..engine.conftest import GREEDY, SEEDED, Bench, text_prompt
+from ..engine.test_fuzz import Play, World
+from ..families.conftest import straight
+from ..families_gpu.conftest import Reply, cold, ids_of, rounds, same
+from ..families_gpu.test_state_law import tree
+
+pytestmark = pytest.mark.gpu
+
+
+def load(kv: str = "bf16"):
+    return families.load(Checkpoint(resolve(None)), "cuda:0", kv=kv)
+
+
+@pytest.fixture(scope="module", params=["bf16", "fp8"])
+def model(request):
+    return load(request.param)
+
+
+def replies(model, prompts, sampling, tokens: int = 40) -> list[list[int]]:
+    """Each alone, cold and undrafted."""
+    plain = replace(sampling, draft="off", max_tokens=tokens)
+    return [Bench(model, budget=0).run(text_prompt(ids), plain).streams[0].token_ids for ids in prompts]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_sixteen_streams_are_each_alone_and_again_cold(model, sampling):
+    prompts = [ids_of(n, seed=n) for n in (1, 5, 63, 64, 65, 127, 128, 129, 200, 511, 512, 513, 700, 1025, 1500, 3000)]
+    alone = replies(model, prompts, sampling)
+    bench = Bench(model, memory=model.memory)
+    for _ in range(2):
+        runs = [bench.submit(text_prompt(ids), replace(sampling, max_tokens=40)) for ids in prompts]
+        bench.drain()
+        assert [run.streams[0].token_ids for run in runs] == alone
+    assert all(run.cached_tokens == (len(ids) - 1) // 64 * 64 for run, ids in zip(runs, prompts))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_drafted_is_serial(model, sampling):
+    rng, sampling = random.Random(2), replace(sampling, size=4000)
+    prompts = [ids_of(n, seed=n) for n in (70, 5, 64, 505, 1000, 16, 2047, 300)]
+    begun = [cold(model, ids) for ids in prompts]
+    serial = [Reply(s.fork(), len(ids), int(row.argmax()), sampling) for (row, s, _), ids in zip(begun, prompts)]
+    for _ in range(80):
+        rounds(model, serial)
+    drafted = [Reply(s, len(ids), int(row.argmax()), sampling) for (row, s, _), ids in zip(begun, prompts)]
+    while going := [(a, b) for a, b in zip(drafted, serial) if len(a.ids) < 60]:
+        right = [b.ids[len(a.ids) :] for a, b in going]
+        chains = [(ids[:9], list(range(len(ids[:9])))) for ids in right]
+        drafts = [rng.choice([tree(ids, rng), chain, ([], [])]) for ids, chain in zip(right, chains)]
+        rounds(model, [reply for reply, _ in going], drafts)
+    for reply, whole, ids in zip(drafted, serial, prompts):
+        n = len(reply.ids)
+        assert reply.ids == whole.ids[:n]
+        again = Reply(cold(model, ids)[1], len(ids), reply.ids[0], sampling)
+        for _ in range(n - 1):
+            rounds(model, [again])
+        same(reply.state.named(), again.state.named())
+
+
+@pytest.mark.parametrize("rows", [65, 700, 2100])
+def test_resumed_is_cold(model, rows):
+    ids, mark = ids_of(rows, seed=rows), (rows - 1) // 64 * 64
+    logits, state, kept = cold(model, ids, sorted({64, mark}))
+    for at in {64, mark}:
+        for tensors in (kept[at], dict(kept[at].items())):
+            resumed = model.restore(tensors, at)
+            again, _ = model.prompt_pass(resumed, ids[at:], {}, straight(rows)[:, at:], [])
+            assert torch.equal(again, logits)
+            same(resumed.named(), state.named())
+    for cut in (64, 640):
+        pieces = model.new_state()
+        for low in range(0, rows, cut):
+            part = slice(low, min(low + cut, rows))
+            again, _ = model.prompt_pass(pieces, ids[part], {}, straight(rows)[:, part], [])
+        assert torch.equal(again, logits)
+        same(pieces.named(), state.named())
+
+
+def pictures_of() -> list[PreparedImage]:
+    g = torch.Generator().manual_seed(3)
+    shapes = [("one.png", (1, 4, 6)), ("two.png", (1, 6, 4))]
+    return [
+        PreparedImage(name, name, 96, 64, 0, 6, grid, torch.randn(24, 1536, generator=g), name.encode() * 4)
+        for name, grid in shapes
+    ]
+
+
+def test_images_together_are_images_alone(model):
+    pictures = pictures_of()
+    together = model.towers([one.patches for one in pictures], [one.grid for one in pictures])
+    for one, rows in zip(pictures, together):
+        assert torch.equal(model.tower(one.patches, one.grid), rows)
+
+
+class Game(Play):
+    """One schedule, with room for a few of this model's states where a test of it asks for a few."""
+
+    def new_store(self):
+        self.budget = 4_000_000 if self.budget == 300_000 else self.budget
+        return super().new_store()
+
+
+def test_schedules(model, tmp_path):
+    model.slices = None
+    world, counts = World(model, pictures_of()), {}
+    try:
+        for seed in range(30):
+            with pytest.MonkeyPatch.context() as patch:
+                for name, n in Game(world, patch, tmp_path, seed).play().items():
+                    counts[name] = counts.get(name, 0) + n
+    finally:
+        del model.slices
+    assert all(counts.get(what) for what in ("accepted", "rejected", "cached", "cancelled", "packed")), counts
+
+
+def of_a_process() -> str:
+    """A digest of tokens and states: prompts in one pass, drafted rounds, keys in fp8 and bf16."""
+    seen = hashlib.sha256()
+    for kv in ("bf16", "fp8"):
+        model, rng = load(kv), random.Random(5)
+        prompts = [ids_of(n, seed=n) for n in (90, 600, 1300)]
+        begun = [cold(model, ids) for ids in prompts]
+        by = replace(SEEDED, size=4000)
+        streams = [Reply(s, len(ids), int(row.argmax()), by) for (row, s, _), ids in zip(begun, prompts)]
+        for _ in range(20):
+            drafts = [tree([rng.randrange(4000) for _ in range(9)], rng) for _ in streams]
+            rounds(model, streams, drafts)
+        for reply in streams:
+            seen.update(str(reply.ids).encode())
+            for name, x in reply.state.named().items():
+                seen.update(name.encode() + bytes(memory(x.contiguous())))
+    return seen.hexdigest()
+
+
+def test_two_processes_are_alike():
+    command = [sys.executable, "-c", "from tests.gpu.test_gpu_engine import of_a_process; print(of_a_process())"]
+    said = {subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1] for _ in range(2)}
+    assert len(said) == 1
+
+
+def test_nothing_is_made_anew_once_every_shape_was_met(model):
+    ids = ids_of(100)
+    for _ in range(2):
+        Bench(model).run(text_prompt(ids), replace(GREEDY, max_tokens=20, draft="off"))
+    shapes, held = model.graphs.count, torch.cuda.memory_allocated()
+    Bench(model).run(text_prompt(ids), replace(GREEDY, max_tokens=200, draft="off"))
+    assert model.graphs.count == shapes and torch.cuda.memory_allocated() <= held + (1 << 20)
