@@ -15,7 +15,7 @@ test: .venv/ready                ## every test that needs no GPU
 	$(BIN)/ruff check .
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu and not long"
 
-long: .venv/ready                ## thousands of random schedules, then a five-minute soak: about 20 minutes
+long: .venv/ready                ## thousands of random schedules, every GPU kernel built, a five-minute soak: about 40 minutes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m long
 	$(BIN)/python -m tests.soak 300
 

@@ -112,7 +112,9 @@ def reply(opened, messages, encoded, **params):
     opened.engine.emit = record.apply
     prompt = opened.prepare(messages, encoded)
     sampling = opened.sampling(protocol.Params(max_tokens=200, **params), prompt)
-    opened.engine.submit(Request("evaluate", prompt, sampling, 1, time.perf_counter(), 0.0, opened.text.detokenizer))
+    # Cold: behind a kept state the drafter would see the rows computed since alone.
+    now, new = time.perf_counter(), opened.text.detokenizer
+    opened.engine.submit(Request("evaluate", prompt, sampling, 1, now, 0.0, new, cache=False))
     while opened.engine.step():
         pass
     return record
