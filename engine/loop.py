@@ -270,7 +270,7 @@ class Engine:
         going = [stream for stream in job.streams if not stream.finished]
         for stream in going:
             stream.state = state if stream is going[0] else state.fork()
-        self.drafting.begin(going, rows.taps)
+        self.drafting.begin(going, rows.taps, len(self.schedule.decoding()))
 
     # Ends ------------------------------------------------------------------------------------------
 

@@ -94,9 +94,9 @@ class Drafting:
         self._begun = 0
         self._costs: dict[int, deque[float]] = {}
 
-    def begin(self, streams: list[Any], taps: Taps) -> None:
+    def begin(self, streams: list[Any], taps: Taps, decoding: int) -> None:
         """A prompt's streams begin to decode, their first tokens delivered; `taps`: the prompt's, as far as they were
-        computed now."""
+        computed now; `decoding`: streams that decode then, these among them."""
         mine = [stream for stream in streams if stream.guesses.make is not None]
         if self.drafter is None or not mine or not taps.rows:
             return
@@ -106,7 +106,7 @@ class Drafting:
             for stream in mine:
                 stream.guesses.context = context if stream is mine[0] else context.fork()
                 self._begun += 1
-                stream.guesses.worth = Worth(self._usual[kind(stream)], GOLDEN * self._begun % 1)
+                stream.guesses.worth = Worth(self._usual[crowd(decoding), kind(stream)], GOLDEN * self._begun % 1)
         except Exception as error:
             self._failed(mine, error)
 
@@ -151,7 +151,8 @@ class Drafting:
                 part = proposal.drafting_ms / len(proposal.asked)
                 worth = budget.gain(accepted, kept[i], proposal.share, kept, part)
                 stream.guesses.worth.learn(worth)
-                self._usual[kind(stream)] += SLOW * (worth - self._usual[kind(stream)])
+                usual = crowd(len(streams)), kind(stream)
+                self._usual[usual] += SLOW * (worth - self._usual[usual])
 
     def read(self, stream: Any, taps: Any, start: int) -> None:
         """Tapped rows of a stream's walk, from row `start` on: read with its next draft."""
@@ -207,6 +208,11 @@ class Drafting:
         log(f"the drafter failed, and {len(streams)} streams go on without: {type(error).__name__}: {error}")
         for stream in streams:
             stream.guesses.context, stream.guesses.taps = None, Taps()
+
+
+def crowd(streams: int) -> int:
+    """Numbers of streams beside which drafts are worth about the same: 1, 2 or 3, 4 to 7, 8 to 15, 16."""
+    return streams.bit_length()
 
 
 def kind(stream: Any) -> tuple:
