@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,18 @@ def where(monkeypatch):
     shutil.rmtree(path)
 
 
+SIGHTS = ("done", "stopped", "resumed", "pictures", "kernel deaths", "evicted")
+
+
 @pytest.mark.slow
 def test_a_storm_leaves_no_trace(where):
     with Storm(seed=1) as storm:
-        storm.rage(10)
+        for _ in range(12):  # a slow machine takes longer to see everything
+            storm.rage(10)
+            seen = storm.counts | Counter(storm.engine.status().cache_counts)
+            if all(seen[what] for what in SIGHTS):
+                break
         storm.check()
         said = storm.report()
-        assert all(storm.counts[what] for what in ("done", "stopped", "resumed", "pictures", "kernel deaths")), said
-        assert storm.engine.status().cache_counts["evicted"] and storm.growth() < 100 << 20, said
+        assert all(seen[what] for what in SIGHTS), said
+        assert storm.growth() < 100 << 20, said
