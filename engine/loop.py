@@ -257,10 +257,12 @@ class Engine:
 
         Nothing is drafted before: the first draft is made by the round that follows.
         """
-        request, state, row = job.request, rows.state, logits.cpu().numpy()
-        for i in range(request.streams):
-            stream = Stream(i, request, self.piece)
-            token = stream.take(stream.draw(row), row, "first")
+        request, state = job.request, rows.state
+        streams = [Stream(i, request, self.piece) for i in range(request.streams)]
+        drawn = self.model.draw(logits, [stream.draws() for stream in streams])
+        row = logits.cpu().numpy() if request.sampling.logprobs else None
+        for i, (stream, id) in enumerate(zip(streams, drawn)):
+            token = stream.take(id, row, "first")
             job.streams.append(stream)
             now, ttft = time.perf_counter(), {}
             if i == 0:

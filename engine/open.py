@@ -141,6 +141,11 @@ def open(
         store.disk = open_disk(checkpoint, device, family, settings)
     planned = getattr(family, "memory", None)
     memory = room_for_runs(device, budget) if planned is None else planned
+    if drafter is not None:
+        family.tap(drafter.layers)  # what is captured for the timing is then what runs
+    if hasattr(family, "warm_up"):
+        progress("compiling kernels")
+        family.warm_up(drawable(family, text))
     progress("timing rounds")
     curve = Curve.timed(family.time_round) if hasattr(family, "time_round") else None
     progress("ready")

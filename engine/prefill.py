@@ -65,6 +65,8 @@ def begin(
     kept = kept if state.rows else None
     state.shift = prompt.rope_delta
     rows = Rows(prompt, state, kept, model.grain)
+    if not cache:
+        rows.todo = []
     job.ended("restore", time.perf_counter())
     emit(protocol.Restored(job.run, state.rows, source, note, miss, kept.settled if kept else 0))
     spared = [image.start + image.tokens <= state.rows for image in prompt.images]

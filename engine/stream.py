@@ -12,7 +12,7 @@ from tfmagic.protocol import Token
 
 from .drafting.draft import Walk
 from .drafting.drafting import Guesses
-from .sampling import Draw, Sampling, draw, likeliest
+from .sampling import Draw, Sampling, likeliest
 
 Reason = Literal["stop", "length"]
 
@@ -100,10 +100,6 @@ class Stream:
             if self.finished:
                 break
         return tokens
-
-    def draw(self, row: np.ndarray) -> int:
-        """The token that this logits row gives for the next place."""
-        return draw(row, self.sampling, self.seed, len(self.ids))
 
     def take(self, id: int, row: np.ndarray | None, made: Literal["first", "plain", "draft"]) -> Token:
         """Add a token; sets `finished` where the reply ends with it."""

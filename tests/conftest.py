@@ -1,7 +1,8 @@
-"""What every test shares: no test reaches the user's own engine."""
+"""What every test shares: no test reaches the user's own engine, and none fails because the machine is busy."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -10,6 +11,18 @@ import pytest
 
 # One thread: two pytest runs or an engine beside the tests must not fight for the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+with contextlib.suppress(ImportError):  # a machine that runs the GPU's tests alone may be without
+    from hypothesis import HealthCheck, settings
+
+    # No example fails for the time it took, and every run tries the same ones.
+    settings.register_profile(
+        "steady",
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+    settings.load_profile("steady")
 
 
 @pytest.fixture(scope="session", autouse=True)

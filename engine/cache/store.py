@@ -23,8 +23,9 @@ from .key import prefixes, whole
 if TYPE_CHECKING:
     from .disk import Disk
 
-SPARSE = 1024
-"""Rows between the marks that a long prompt keeps for prompts that part from it early."""
+SPARSE, MOST = 1024, 32
+"""Rows between the marks that a long prompt keeps for prompts that part from it early; twice as many, and so on, where
+there would be more marks than that: each takes room on the device until the prompt is done."""
 REMEMBERED = 4096
 """Evicted states that are remembered by name."""
 COMPARED = 256
@@ -269,6 +270,8 @@ def last_mark(rows: int, grain: int) -> int:
 def marks(rows: int, hints: Sequence[int], start: int, grain: int) -> list[int]:
     """Where a pass over rows start ... rows - 1 keeps its state, ascending: the last mark, those at or below the hints,
     and a sparse grid."""
-    last = last_mark(rows, grain)
-    wanted = {last, *(hint // grain * grain for hint in hints), *range(SPARSE, last, SPARSE)}
+    last, step = last_mark(rows, grain), SPARSE
+    while last > MOST * step:
+        step *= 2
+    wanted = {last, *(hint // grain * grain for hint in hints), *range(step, last, step)}
     return sorted(mark for mark in wanted if start < mark <= last)

@@ -20,16 +20,21 @@ import numpy as np
 
 from .draft import Draft
 
-POINTS = {1: (1, 8, 2, 4, 16), 16: (16, 64, 32, 128, 256)}
-"""Rows to be timed, by streams; the first two of each matter most."""
+ONE, MANY, FEW = (1, (1, 8, 2, 4, 16)), (16, (16, 64, 32, 128, 256)), (4, (4, 16))
+"""Streams, and their rows to be timed; the first two matter most. MANY where rows are cheap; else FEW, which take less
+time and tell as much, since there every row takes its own."""
+CHEAP = 1.5
+"""Rows are, when eight take less than so many times one."""
 LONG, ENOUGH = 30.0, 400.0
-"""Milliseconds. Rounds over LONG are timed once instead of three times, and no larger ones than two of them: what lies
-beyond goes on as it began. After ENOUGH in all, on a machine that is slow or busy, the rest is left to be learnt."""
+"""Milliseconds. No rounds larger than two over LONG are timed: what lies beyond goes on as it began. After ENOUGH in
+all, on a machine that is slow or busy, the rest is left to be learnt."""
+TIMES = 3
+"""Each is timed so often; the shortest counts, for other work only adds to it."""
 FREE, GUESSED = 0.002, 0.1
 """A row more than one a stream takes at least the first part of a round without any, and the second where none could
 be timed."""
 RECENT, AT_LEAST = 16, 4
-"""Rounds whose times correct the curve, for so many streams each; before AT_LEAST they do not."""
+"""Rounds whose times correct the curve, for about so many streams each; before AT_LEAST they do not."""
 WITHIN = 20.0
 """They correct it within this factor."""
 
@@ -58,23 +63,24 @@ class Curve:
         time_round(1, 2)
         points: dict[int, dict[int, float]] = {}
         spent = 0.0
-        for streams, rows in POINTS.items():
-            timed: dict[int, float] = {}
+        for streams, rows in (ONE, MANY, FEW):
+            if streams > 1 and (spent > ENOUGH or (points[1][8] < CHEAP * points[1][1]) != (streams == MANY[0])):
+                continue
+            points[streams] = timed = {}
             for n in rows:
-                if spent > ENOUGH or (len(timed) > 1 and max(timed.values()) > LONG):
+                if len(timed) > 1 and (spent > ENOUGH or max(timed.values()) > LONG):
                     break
-                times = [time_round(streams, n)]
-                if times[0] <= LONG:
-                    times += [time_round(streams, n) for _ in range(2)]
-                spent += sum(times)
-                timed[n] = median(times)
-            if timed:
-                points[streams] = timed
+                times: list[float] = []
+                while not times or (len(times) < TIMES and spent <= ENOUGH):
+                    times.append(time_round(streams, n))
+                    spent += times[-1]
+                timed[n] = min(times)
         return cls(points)
 
     def serial(self, streams: int) -> float:
         """A round of one row a stream."""
-        return self._scale(False, streams) * float(np.interp(streams, self._streams, self._serial))
+        known = self._serial[0] if len(self._serial) == 1 else float(beyond(streams, self._streams, self._serial))
+        return self._scale(False, streams) * known
 
     def extra(self, streams: int, rows: np.ndarray) -> np.ndarray:
         """What so many rows more than one a stream add; [len(rows)]."""
@@ -87,15 +93,25 @@ class Curve:
         drafted, serial = rows > streams, self.serial(streams)
         known = float(self.extra(streams, np.array([rows - streams]))[0]) if drafted else serial
         took = ms - serial if drafted else ms
-        self._ratios[drafted, streams].append(took * self._scale(drafted, streams) / max(known, 1e-6))
+        self._ratios[drafted, crowd(streams)].append(took * self._scale(drafted, streams) / max(known, 1e-6))
 
     def _scale(self, drafted: bool, streams: int) -> float:
-        """The median of what recent rounds took over what the timing at load said."""
-        ratios = self._ratios.get((drafted, streams), ())
-        return min(max(median(ratios), 1 / WITHIN), WITHIN) if len(ratios) >= AT_LEAST else 1.0
+        """The median of what recent rounds took over what the timing at load said: rounds of about so many streams, or
+        before there are any, of the next numbers up and down."""
+        about = crowd(streams)
+        for crowds in ((about,), (about - 1, about + 1)):
+            ratios = [ratio for one in crowds for ratio in self._ratios.get((drafted, one), ())]
+            if len(ratios) >= AT_LEAST:
+                return min(max(median(ratios), 1 / WITHIN), WITHIN)
+        return 1.0
 
 
-def beyond(x: np.ndarray, known: list[int], values: list[float]) -> np.ndarray:
+def crowd(streams: int) -> int:
+    """Numbers of streams that are about the same: 1, 2 or 3, 4 to 7, 8 to 15, 16."""
+    return streams.bit_length()
+
+
+def beyond(x: np.ndarray | int, known: list[int], values: list[float]) -> np.ndarray:
     """Linear between the known points and on along the last two."""
     slope = (values[-1] - values[-2]) / (known[-1] - known[-2])
     return np.interp(x, known, values) + np.maximum(x - known[-1], 0) * slope
@@ -123,6 +139,8 @@ def share(drafts: list[Draft], curve: Curve | None, drafting_ms: float = 0.0) ->
     if curve is None:
         return Share([len(draft.ids) for draft in drafts])
     streams, serial = len(drafts), curve.serial(len(drafts))
+    if not any(draft.ids for draft in drafts):
+        return Share([0] * streams, serial, serial)
     lines = [[(-chance, i) for chance in accumulate(draft.chances, min)] for i, draft in enumerate(drafts)]
     order = list(heapq.merge(*lines))
     tokens = streams + np.cumsum([0.0] + [-chance for chance, _ in order])

@@ -17,7 +17,7 @@ from tfmagic.engine.resident.log import log
 
 from ..sampling import Draw
 from . import budget, tree
-from .budget import Calibration, Curve, Share, Worth
+from .budget import Calibration, Curve, Share, Worth, crowd
 from .copy import Copies
 from .draft import NOTHING, ROWS, Draft, Lattice, Walk
 
@@ -208,11 +208,6 @@ class Drafting:
         log(f"the drafter failed, and {len(streams)} streams go on without: {type(error).__name__}: {error}")
         for stream in streams:
             stream.guesses.context, stream.guesses.taps = None, Taps()
-
-
-def crowd(streams: int) -> int:
-    """Numbers of streams beside which drafts are worth about the same: 1, 2 or 3, 4 to 7, 8 to 15, 16."""
-    return streams.bit_length()
 
 
 def kind(stream: Any) -> tuple:

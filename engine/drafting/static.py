@@ -16,14 +16,17 @@ import weakref
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tfmagic.kernels.gpu import block
 from tfmagic.kernels.gpu.block import TILE, Ring, Seen, attend, bounded, convolve, edges, likeliest, turned
+from tfmagic.kernels.gpu.compiling import compiled_only
 from tfmagic.kernels.gpu.norm import rms
 from tfmagic.kernels.gpu.rope import tables
 from tfmagic.kernels.gpu.sample import embed
+from tfmagic.kernels.gpu.tiles import MOST
 
 from ..families.qwen3_5.gpu.fields import Fields
 from ..families.qwen3_5.gpu.graphs import Graphs
@@ -76,7 +79,20 @@ class StaticDrafter(Loaded):
         """Where its static memory went, in words."""
         with self.current():
             graphs = Graphs(self.device)
+            if self.device.type == "cuda":
+                self.warm_up(graphs)
             self.batches = {streams: Batch(self, streams, graphs) for streams in BUCKETS}
+
+    @torch.no_grad()
+    def warm_up(self, graphs: Graphs) -> None:
+        """Compile what will be launched, many kernels at once."""
+        with compiled_only():
+            for streams in BUCKETS:
+                Batch(self, streams, graphs)
+            for rows in (*MOST[:-1], MOST[-2] + 1):
+                taps = torch.empty(rows, self.waiting.shape[2], dtype=self.dtype, device=self.device)
+                slots = torch.zeros(rows, dtype=torch.int32, device=self.device)
+                self.project(taps, slots, slots, *tables(slots, self.inverse, None))
 
     def current(self):
         """Its device is the current one within."""
@@ -113,18 +129,15 @@ class StaticDrafter(Loaded):
         if start != context.end:
             context.start = context.end = start
             context.waiting = 0
-        context.end, seen = start + len(taps), taps[-self.ring.k.shape[3] :].to(self.device)
-        waiting = self.waiting[context.slot]
+        context.end, waiting, held = start + len(taps), self.waiting[context.slot], context.waiting
         with self.current():
-            if context.waiting + len(seen) <= self.block:
-                waiting[context.waiting : context.waiting + len(seen)] = seen
-                context.waiting += len(seen)
+            if held + len(taps) <= self.block:
+                waiting[held : held + len(taps)] = taps
+                context.waiting += len(taps)
                 return
-            for rows, end in ((waiting[: context.waiting], start), (seen.to(self.dtype), context.end)):
-                if len(rows):
-                    places = torch.arange(end - len(rows), end, dtype=torch.int32, device=self.device)
-                    slots = torch.full_like(places, context.slot)
-                    self.project(rows, slots, places, *tables(places, self.inverse, None))
+            rows = torch.cat([waiting[:held], taps.to(self.device, self.dtype)])[-self.ring.k.shape[3] :]
+            places = torch.arange(context.end - len(rows), context.end, dtype=torch.int32, device=self.device)
+            self.project(rows, torch.full_like(places, context.slot), places, *tables(places, self.inverse, None))
             context.waiting = 0
 
     def project(self, taps: Tensor, slots: Tensor, places: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -211,29 +224,28 @@ class Batch:
         self.launch = graphs.captured(lambda: drafter.draft(*told))
 
     def run(self, asks: list[Ask]) -> list[Lattice]:
-        f, n = self.into.numpy, len(asks)
-        R = f["ids"].shape[1]
+        f, n, contexts = self.into.numpy, len(asks), [ask.context for ask in asks]
         for name in ("slots", "starts", "ends", "positions"):
             f[name][n:] = 0
-        f["owners"][:] = -1
-        for s, (context, anchor, position, _) in enumerate(asks):
-            f["ids"][s, 0], f["slots"][s], f["positions"][s] = anchor, context.slot, position
-            f["starts"][s], f["ends"][s] = context.start, context.end
-            f["places"][0, s] = range(position, position + R)
-            first = context.end - context.waiting
-            f["places"][1, s] = range(first, first + R)
-            f["owners"][s, : context.waiting] = context.slot
+        f["owners"][n:] = -1
+        f["ids"][:n, 0] = [ask.anchor for ask in asks]
+        f["slots"][:n] = slots = np.array([context.slot for context in contexts])
+        f["starts"][:n] = [context.start for context in contexts]
+        f["ends"][:n] = ends = np.array([context.end for context in contexts])
+        f["positions"][:n] = positions = np.array([ask.position for ask in asks])
+        waiting, order = np.array([context.waiting for context in contexts]), np.arange(f["ids"].shape[1])
+        f["places"][0, :n] = positions[:, None] + order
+        f["places"][1, :n] = (ends - waiting)[:, None] + order
+        f["owners"][:n] = np.where(order < waiting[:, None], slots[:, None], -1)
         self.into.send()
         self.launch()
         self.out.receive()
-        for ask in asks:
-            ask.context.waiting = 0
-        given = [min(ask.places, R - 1) for ask in asks]
-        ids, logits, table = (self.out.numpy[name] for name in ("ids", "logits", "edges"))
-        return [
-            Lattice(ids[s, :places].astype("int64"), logits[s, :places].copy(), table[s, :places].copy())
-            for s, places in enumerate(given)
-        ]
+        for context in contexts:
+            context.waiting = 0
+        found = self.out.numpy
+        ids, logits, table = found["ids"].astype(np.int64), found["logits"].copy(), found["edges"].copy()
+        places = [min(ask.places, ids.shape[1]) for ask in asks]
+        return [Lattice(ids[s, :own], logits[s, :own], table[s, :own]) for s, own in enumerate(places)]
 
 
 def before(mix: Convolution | None, y: Tensor, R: int) -> tuple[Tensor, Tensor | None]:

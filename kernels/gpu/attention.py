@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .common import INTERPRETED, cdiv, dot, jit, launchable, power_of_two, processors, tl
+from .common import EARLY, INTERPRETED, cdiv, descriptor, dot, jit, launchable, power_of_two, processors, take_turn, tl
 from .packing import ROWS, STREAMS, Prompts, Windows, locate
 from .pages import PAGE, Rows
 
@@ -188,8 +188,9 @@ def _launch_prompt(
     _check(q, *pages, out)
     block, tile, warps, stages = LAUNCH_PROMPT[max(d, 64)]
     grid = (heads, cdiv(L, block) + prompts.sequences - 1)
+    copied = (descriptor(x.flatten(0, 2), tile, d) for x in (pages.k, pages.v))
     _prompt[grid](
-        q, pages.k, pages.v, *_scales(pages), table, prompts.slots, prompts.starts, prompts.lengths, out,
+        q, pages.k, pages.v, *copied, *_scales(pages), table, prompts.slots, prompts.starts, prompts.lengths, out,
         scale * math.log2(math.e), prompts.sequences, table.shape[1],
         heads, heads // kv, d, block, tile, PAGE, window, pages.fp8, STREAMS, INTERPRETED,
         num_warps=warps, num_stages=stages,
@@ -264,20 +265,15 @@ def _wide(x, WIDEN: tl.constexpr):
 
 
 @jit
-def _tile(x, scales, table, first, limit, head, heads, d: tl.constexpr,
-          TILE: tl.constexpr, PAGE: tl.constexpr, ACROSS: tl.constexpr, FP8: tl.constexpr, CUT: tl.constexpr,
-          WIDEN: tl.constexpr):  # fmt: skip
-    """Keys or values of the places first, first + 1, ... of one kv head, [n, d], or ACROSS [d, n]; and their scales.
-    CUT: places from `limit` on read as zero."""
-    page = tl.load(table + first // PAGE).to(tl.int64)
-    row = (page * heads + head) * PAGE + first % PAGE
+def _tile(x, scales, page, first, limit, head, heads, d: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+          ACROSS: tl.constexpr, FP8: tl.constexpr, WIDEN: tl.constexpr):  # fmt: skip
+    """Keys or values of the places first, first + 1, ... of one kv head, which lie in `page`, [n, d], or ACROSS [d, n];
+    and their scales. Places from `limit` on read as zero."""
+    row = (page.to(tl.int64) * heads + head) * PAGE + first % PAGE
     n, i = tl.arange(0, TILE), tl.arange(0, d)
     there = first + n < limit
     at = n[None, :] * d + i[:, None] if ACROSS else n[:, None] * d + i[None, :]
-    if CUT:
-        tile = tl.load(x + row * d + at, mask=there[None, :] if ACROSS else there[:, None], other=0.0)
-    else:
-        tile = tl.load(x + row * d + at)
+    tile = tl.load(x + row * d + at, mask=there[None, :] if ACROSS else there[:, None], other=0.0)
     scale = tl.zeros([TILE], tl.float32)
     if FP8:
         tile = _wide(tile, WIDEN)
@@ -285,13 +281,25 @@ def _tile(x, scales, table, first, limit, head, heads, d: tl.constexpr,
     return tile, scale
 
 
+@jit
+def _copied(copy, scales, row, TILE: tl.constexpr, FP8: tl.constexpr, WIDEN: tl.constexpr):
+    """Keys or values [TILE, d] of the pages' rows from `row` on, by the copy engine; and their scales."""
+    tile = copy.load([row, 0])
+    scale = tl.zeros([TILE], tl.float32)
+    if FP8:
+        tile = _wide(tile, WIDEN)
+        scale = tl.load(scales + row + tl.arange(0, TILE))
+    return tile, scale
+
+
 @jit(do_not_specialize=["n", "most"])
 def _prompt(
-    q, k, v, k_scale, v_scale, table, slots, starts, lengths, out, scale, n, most,
+    q, k, v, copy_k, copy_v, k_scale, v_scale, table, slots, starts, lengths, out, scale, n, most,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, FP8: tl.constexpr, MOST: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """A program a head and tile of BLOCK rows, the last tiles, which see the most keys, first."""
+    """A program a head and tile of BLOCK rows, the last tiles, which see the most keys, first. Keys that every row sees
+    come by the copy engine; those about the diagonal, and behind them what may be anything, by masked loads."""
     KV: tl.constexpr = HEADS // GROUP
     head, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     kv = head // GROUP
@@ -303,8 +311,9 @@ def _prompt(
         m, i = tl.arange(0, BLOCK), tl.arange(0, D)
         at = place + m
         there = at < end
-        spot = ((row + tile * BLOCK + m).to(tl.int64) * HEADS + head)[:, None] * D + i[None, :]
-        queries = tl.load(q + spot, mask=there[:, None], other=0.0)
+        first_row = ((row + tile * BLOCK).to(tl.int64) * HEADS + head) * D
+        spot = m[:, None] * (HEADS * D) + i[None, :]
+        queries = tl.load(q + first_row + spot, mask=there[:, None], other=0.0)
         mix = tl.zeros([BLOCK, D], tl.float32)
         top = tl.full([BLOCK], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
@@ -313,23 +322,28 @@ def _prompt(
         if WINDOW:
             low = tl.maximum(place + 1 - WINDOW, 0) // TILE * TILE
             whole = low
+        page = tl.load(table + low // PAGE)
         for first in range(low, whole, TILE):
-            keys, ks = _tile(k, k_scale, table, first, end, kv, KV, D, TILE, PAGE, True, FP8, False, WIDEN)
-            weights, fade, top, total = _weigh(
-                queries, keys, ks, there, top, total, scale, FP8, False, False, WIDEN
-            )
-            values, vs = _tile(v, v_scale, table, first, end, kv, KV, D, TILE, PAGE, False, FP8, False, WIDEN)
+            # A tile ahead by hand: else the copies would wait for it.
+            following = tl.load(table + (first + TILE) // PAGE)
+            where = (page * KV + kv) * PAGE + first % PAGE
+            keys, ks = _copied(copy_k, k_scale, where, TILE, FP8, WIDEN)
+            weights, fade, top, total = _weigh(queries, keys.T, ks, there, top, total, scale, FP8, False, False, WIDEN)
+            values, vs = _copied(copy_v, v_scale, where, TILE, FP8, WIDEN)
             mix = _mix(weights, values, vs, mix, fade, FP8, WIDEN)
-        for first in range(whole, tl.minimum(place + BLOCK, end), TILE):
-            keys, ks = _tile(k, k_scale, table, first, end, kv, KV, D, TILE, PAGE, True, FP8, True, WIDEN)
+            page = following
+        # Few and not worth registers that the loop above lacks then.
+        for first in tl.range(whole, tl.minimum(place + BLOCK, end), TILE, num_stages=1 if D <= 256 else 2):
+            page = tl.load(table + first // PAGE)
+            keys, ks = _tile(k, k_scale, page, first, end, kv, KV, D, TILE, PAGE, True, FP8, WIDEN)
             key = first + tl.arange(0, TILE)
             see = key[None, :] <= at[:, None]
             if WINDOW:
                 see = see & (key[None, :] > at[:, None] - WINDOW)
             weights, fade, top, total = _weigh(queries, keys, ks, see, top, total, scale, FP8, True, False, WIDEN)
-            values, vs = _tile(v, v_scale, table, first, end, kv, KV, D, TILE, PAGE, False, FP8, True, WIDEN)
+            values, vs = _tile(v, v_scale, page, first, end, kv, KV, D, TILE, PAGE, False, FP8, WIDEN)
             mix = _mix(weights, values, vs, mix, fade, FP8, WIDEN)
-        tl.store(out + spot, (mix / total[:, None]).to(tl.bfloat16), mask=there[:, None])
+        tl.store(out + first_row + spot, (mix / total[:, None]).to(tl.bfloat16), mask=there[:, None])
 
 
 def _launch_round(
@@ -355,13 +369,13 @@ def _launch_round(
     shared = (scale * math.log2(math.e), S, R, table.shape[1], heads, heads // kv, d, PAGE, window, pages.fp8)
     _body[(PROGRAMS * processors(q.device),)](
         q, pages.k, pages.v, *_scales(pages), table, slots, committed, windows.counts, windows.depths,
-        partials.mix, partials.stats, partials.chunks * R * heads, *shared, block, TILE, ROWS, STREAMS, INTERPRETED,
-        num_warps=warps, num_stages=stages,
+        partials.mix, partials.stats, partials.chunks * R * heads, *shared, block, TILE, ROWS, STREAMS, EARLY,
+        INTERPRETED, num_warps=warps, num_stages=stages, launch_pdl=EARLY,
     )  # fmt: skip
     _finish[(S * R, heads)](
         q, rows.k, rows.v, *_scales(rows), pages.k, pages.v, *_scales(pages), table, slots, committed,
         windows.counts, windows.depths, windows.ancestors, partials.mix, partials.stats, partials.chunks * R * heads,
-        out, *shared, ROWS, STREAMS, num_warps=4,
+        out, *shared, ROWS, STREAMS, EARLY, num_warps=4, launch_pdl=EARLY,
     )  # fmt: skip
     return out
 
@@ -390,10 +404,11 @@ def _body(
     q, k, v, k_scale, v_scale, table, slots, committed, counts, depths, mixes, stats, room, scale, S, R, most,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     FP8: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr,
-    WIDEN: tl.constexpr,
+    EARLY: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Programs take the pairs of chunk and kv head in turn; each gives the chunk's mix, top and total of all R · GROUP
     rows. Lengths are read on the device, so one launch serves any."""
+    take_turn(EARLY)
     KV: tl.constexpr = HEADS // GROUP
     i = tl.arange(0, MOST)
     first_chunk, chunks = _chunks(committed, counts, S, R, WINDOW, PAGE, ROWS, MOST)
@@ -412,15 +427,16 @@ def _body(
         mix = tl.zeros([BLOCK, D], tl.float32)
         top = tl.full([BLOCK], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK, 16], tl.float32)
+        page = tl.load(own + chunk)
         end = tl.minimum((chunk + 1) * PAGE, rows + R - ROWS)
         for first in range(chunk * PAGE, end, TILE):
-            keys, ks = _tile(k, k_scale, own, first, rows, head, KV, D, TILE, PAGE, True, FP8, True, WIDEN)
+            keys, ks = _tile(k, k_scale, page, first, rows, head, KV, D, TILE, PAGE, True, FP8, WIDEN)
             key = first + tl.arange(0, TILE)
             see = key[None, :] <= at[:, None] - ROWS
             if WINDOW:
                 see = see & (key[None, :] > at[:, None] - WINDOW)
             weights, fade, top, total = _weigh(queries, keys, ks, see, top, total, scale, FP8, True, True, WIDEN)
-            values, vs = _tile(v, v_scale, own, first, rows, head, KV, D, TILE, PAGE, False, FP8, True, WIDEN)
+            values, vs = _tile(v, v_scale, page, first, rows, head, KV, D, TILE, PAGE, False, FP8, WIDEN)
             mix = _mix(weights, values, vs, mix, fade, FP8, WIDEN)
         to = item * (R * GROUP) + m
         tl.store(mixes + to.to(tl.int64)[:, None] * D + e[None, :], mix, mask=(r < R)[:, None])
@@ -433,10 +449,11 @@ def _finish(
     q, own_k, own_v, own_k_scale, own_v_scale, k, v, k_scale, v_scale, table, slots, committed,
     counts, depths, ancestors, mixes, stats, room, out, scale, S, R, most,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    FP8: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr,
+    FP8: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program a row and head: its chunks' parts, 16 chunks at a time, and its last 16 keys behind them. One compiled
     form serves every S and R, so its sums have one order."""
+    take_turn(EARLY)
     KV: tl.constexpr = HEADS // GROUP
     s, r, head = tl.program_id(0) // R, tl.program_id(0) % R, tl.program_id(1)
     kv = head // GROUP
@@ -454,7 +471,7 @@ def _finish(
         ancestor = tl.load(ancestors + (s * R + r) * ROWS + (ROWS - 1 - j))
         inside = ancestor >= 0
         before = (ancestor < 0) & (place >= 0)
-        here = ((s * R + ancestor) * KV + kv)
+        here = (s * R + ancestor) * KV + kv
         page = tl.load(table + tl.load(slots + s).to(tl.int64) * most + place // PAGE, mask=before, other=0)
         there = (page.to(tl.int64) * KV + kv) * PAGE + place % PAGE
         keys = _either(own_k, k, here, there, inside, before, e, D)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .common import INTERPRETED, cdiv, dot, jit, launchable, let_next_start, power_of_two, tl
+from .common import EARLY, INTERPRETED, cdiv, dot, jit, launchable, power_of_two, take_turn, tl
 from .norm import rms_twin
 from .rope import _normed_rotated, rotated_twin
 
@@ -59,7 +59,7 @@ def convolve(u: Tensor, dynamic: Tensor, base: Tensor, side: int, R: int, residu
     block = min(1024, power_of_two(D))
     _convolve[(rows, cdiv(D, block))](
         u, dynamic, base, out, u.stride(0), dynamic.stride(0), out.stride(0), D, R, K, side, groups, group, block,
-        residual is not None, not INTERPRETED, num_warps=4,
+        residual is not None, EARLY, num_warps=4, launch_pdl=EARLY,
     )  # fmt: skip
     return out
 
@@ -69,7 +69,7 @@ def _convolve(
     u, dynamic, base, out, su, sd, so, D, R: tl.constexpr, K: tl.constexpr, SIDE: tl.constexpr, GROUPS: tl.constexpr,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(EARLY)
+    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = i < D
@@ -189,7 +189,20 @@ def attend(qk: Tensor, v: Tensor, ring: Ring, layer: int, seen: Seen, window: in
     )  # fmt: skip
     most = power_of_two(parts)
     _merge[(rows, heads)](
-        mix, stats, out, stats.stride(0), heads, kv, R, d, parts, most, power_of_two(d), not INTERPRETED, num_warps=2
+        mix,
+        stats,
+        out,
+        stats.stride(0),
+        heads,
+        kv,
+        R,
+        d,
+        parts,
+        most,
+        power_of_two(d),
+        EARLY,
+        num_warps=2,
+        launch_pdl=EARLY,
     )
     return out
 
@@ -265,7 +278,7 @@ def _merge(
     PARTS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program a row and head. Its parts are one softmax; the last part always has a key."""
-    let_next_start(EARLY)
+    take_turn(EARLY)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n, i = tl.arange(0, MOST), tl.arange(0, BLOCK)
     SHARE: tl.constexpr = heads // kv * R

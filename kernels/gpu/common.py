@@ -21,11 +21,16 @@ from tfmagic.errors import Refusal
 try:
     import triton
     import triton.language as tl
+
+    from .compiling import Kernel
 except ImportError:
     triton = tl = None
 
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y")
 """Kernels run in Triton's interpreter, on CPU tensors."""
+
+EARLY = not INTERPRETED
+"""A round's kernels are in place before those ahead of them end. False: each is launched when the last has ended."""
 
 if INTERPRETED:
     from triton.runtime import interpreter
@@ -42,7 +47,9 @@ def jit(f=None, **options):
     """`triton.jit`, with its options or without; the function as it is where there is no Triton."""
     if f is None:
         return functools.partial(jit, **options)
-    return f if triton is None else triton.jit(f, **options)
+    if triton is None:
+        return f
+    return triton.jit(f, **options) if INTERPRETED else Kernel(f, **options)
 
 
 def constexpr_function(f):
@@ -61,6 +68,14 @@ def launchable(x: Tensor) -> bool:
 def processors(device: torch.device) -> int:
     """Streaming multiprocessors of a device; a few for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def descriptor(x: Tensor, rows: int, columns: int):
+    """How the copy engine moves blocks of a matrix; places outside it read as zeros and are not written. x and its rows
+    start at multiples of 16 bytes."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 
 def cdiv(a: int, b: int) -> int:
@@ -92,9 +107,18 @@ def let_next_start(EARLY: tl.constexpr):
 
 @jit
 def wait_for_last(EARLY: tl.constexpr):
-    """In a kernel launched with `launch_pdl`: everything before it is done and may be read, and written over."""
+    """In a kernel launched with `launch_pdl`, before anything of an earlier kernel is read or written over: what was
+    launched before is done. That holds for all of it, since every such kernel waits."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
+
+
+@jit
+def take_turn(EARLY: tl.constexpr):
+    """The head of a small kernel that is launched with `launch_pdl`: its programs are in place when their turn comes,
+    and so are the next kernel's."""
+    let_next_start(EARLY)
+    wait_for_last(EARLY)
 
 
 @jit

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .common import cdiv, jit, launchable, power_of_two, tl
+from .common import EARLY, cdiv, jit, launchable, power_of_two, take_turn, tl
 from .packing import CHUNK, ROWS, STREAMS, Prompts, Windows, locate
 
 EPS = 1e-6
@@ -67,9 +67,7 @@ def inputs(shape: tuple[int, ...], heads: Heads, device: torch.device | str) -> 
     )
 
 
-def convolve(
-    m: Tensor, a: Tensor, b: Tensor, conv: Tensor, weights: Weights, heads: Heads, prompts: Prompts
-) -> Inputs:
+def convolve(m: Tensor, a: Tensor, b: Tensor, conv: Tensor, weights: Weights, heads: Heads, prompts: Prompts) -> Inputs:
     """Packed prompt rows.
 
     m bf16 [L, C], a, b bf16 [L, Hv]: the layer's projections, rows of any stride; conv bf16 [slots, K - 1, C]: each
@@ -132,7 +130,7 @@ def convolve_tree(
     _convolve_tree[(S * R, 2 * heads.keys + heads.values + 1)](
         m, a, b, conv, weights.taps, weights.A_log, weights.dt_bias, *made, slots, windows.depths, windows.ancestors,
         R, _stride(m), _stride(a), _stride(b),
-        *heads, power_of_two(heads.values), len(weights.taps), ROWS, EPS, num_warps=1,
+        *heads, power_of_two(heads.values), len(weights.taps), ROWS, EPS, EARLY, num_warps=1, launch_pdl=EARLY,
     )  # fmt: skip
     return made
 
@@ -308,7 +306,7 @@ def _advance(
     sequence, row, own, tile = locate(lengths, n, chunk, CHUNK, MOST)
     place = tl.load(keep + chunk)
     last = (tile + 1) * CHUNK >= own
-    if (place >= 0) | last:
+    if (sequence < n) & ((place >= 0) | last):
         c = tl.program_id(1) * 1024 + tl.arange(0, 1024)
         state = conv + tl.load(slots + sequence).to(tl.int64) * BACK * C
         past = tl.load(starts + sequence) > 0
@@ -344,9 +342,10 @@ def _convolve_tree(
     m, a, b, conv, taps, A_log, dt_bias, q, k, v, decay, beta, slots, depths, ancestors, R,
     m_stride, a_stride, b_stride,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GATES: tl.constexpr, K: tl.constexpr,
-    ROWS: tl.constexpr, EPS: tl.constexpr,
+    ROWS: tl.constexpr, EPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program a row and a head, as in `_convolve`."""
+    take_turn(EARLY)
     C: tl.constexpr = 2 * HK * DK + HV * DV
     spot, column = tl.program_id(0).to(tl.int64), tl.program_id(1)
     s, r = tl.program_id(0) // R, tl.program_id(0) % R
@@ -377,7 +376,7 @@ def _convolve_tree(
         tl.store(beta + spot * HV + h, strength, mask=h < HV)
 
 
-@jit
+@jit(do_not_specialize=["S", "R", "count"])
 def _commit(
     m, conv, slots, path, steps, S, R, count, m_layer, m_stream, m_row, C: tl.constexpr, BACK: tl.constexpr
 ):  # fmt: skip

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .common import INTERPRETED, dot, jit, launchable, tl
+from .common import EARLY, INTERPRETED, dot, jit, launchable, take_turn, tl
 from .conv import Inputs
 from .packing import CHUNK, ROWS, STREAMS, Prompts, Windows, locate
 
@@ -125,9 +125,7 @@ def _chunk(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) 
     return o, torch.exp(last) * S + k.transpose(1, 2) @ (torch.exp(last - G) * V)
 
 
-def _launch_chunks(
-    x: Inputs, states: Tensor, prompts: Prompts, o: Tensor, kept: Tensor
-) -> tuple[Tensor, Tensor]:
+def _launch_chunks(x: Inputs, states: Tensor, prompts: Prompts, o: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     heads = (x.k.shape[-2], *states.shape[1:])
     _, hv, dk, dv = heads
     _aligned(*x[:3], states, o)
@@ -377,7 +375,7 @@ def _launch_tree(
     _aligned(*x[:3], states, o, u)
     columns = min(STEP_COLUMNS, dv)
     _tree[(dv // columns, hv, S)](
-        *x, states, o, u, slots, *windows, R, hk, hv, dk, dv, columns, ROWS, num_warps=1
+        *x, states, o, u, slots, *windows, R, hk, hv, dk, dv, columns, ROWS, EARLY, num_warps=1, launch_pdl=EARLY
     )
     return o, u
 
@@ -401,10 +399,12 @@ def _row(q, k, v, decay, beta, spot, key_head, head, d, e, HK: tl.constexpr, HV:
 def _tree(
     q, k, v, decay, beta, states, o, u, slots, counts, depths, ancestors, order, R,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program a stream, value head and block of columns, one compiled form for every R. Rows come depth first; one
     that does not follow the row before it starts from the start state and its path's updates. The next row's inputs are
     under way while a row is computed."""
+    take_turn(EARLY)
     head, s = tl.program_id(1), tl.program_id(2)
     key_head = head // (HV // HK)
     d, e = tl.arange(0, DK), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -418,9 +418,7 @@ def _tree(
         S = tl.load(states + at)
         previous = -1
         r = tl.load(order + s * R)
-        query, key, value, fade, strength = _row(
-            q, k, v, decay, beta, s * R + r, key_head, head, d, e, HK, HV, DK, DV
-        )
+        query, key, value, fade, strength = _row(q, k, v, decay, beta, s * R + r, key_head, head, d, e, HK, HV, DK, DV)
         for i in range(0, count):
             following = tl.load(order + s * R + tl.minimum(i + 1, count - 1))
             query2, key2, value2, fade2, strength2 = _row(

@@ -15,10 +15,25 @@ from torch import Tensor
 
 from . import tiles
 from .affine import Affine, affine, affine_twin
-from .common import INTERPRETED, cdiv, dot, fetch, jit, launchable, let_next_start, processors, tl, wait_for_last
-from .epilogue import GATED, GELU, GELU_TANH, PLAIN, finish, finish_twin
+from .common import (
+    EARLY,
+    INTERPRETED,
+    cdiv,
+    descriptor,
+    dot,
+    fetch,
+    jit,
+    launchable,
+    let_next_start,
+    processors,
+    tl,
+    wait_for_last,
+)
+from .epilogue import GATED, GELU, GELU_TANH, PLAIN, TURN, finish, finish_twin
 
 ACTIVATIONS = {None: PLAIN, "gelu": GELU, "gelu_tanh": GELU_TANH}
+
+
 class Dense:
     """A bf16 matrix [N, K], and a bias [N]."""
 
@@ -36,10 +51,10 @@ Weight = Dense | Affine
 
 
 def interleave(gate: Tensor, up: Tensor) -> Tensor:
-    """The rows of a gate and an up matrix in turn, [2 · I, ...]: gate row i at 2 · i, up row i at 2 · i + 1. `gate_up`
-    takes this form: the two parts of an output then meet in one thread. Of an affine matrix, interleave `q`,
-    `scales` and `biases` each."""
-    return torch.stack([gate, up], 1).flatten(0, 1)
+    """The rows of a gate and an up matrix in turn, 8 of the one and 8 of the other, [2 · I, ...]. `gate_up` takes this
+    form: the two parts of an output then meet in one thread, which holds neighbouring outputs. Of an affine matrix,
+    interleave `q`, `scales` and `biases` each."""
+    return torch.stack([x.unflatten(0, (-1, TURN)) for x in (gate, up)], 1).flatten(0, 2)
 
 
 def linear(
@@ -63,9 +78,7 @@ def logits(x: Tensor, w: Weight, rows: Tensor | None = None, out: Tensor | None 
     return product(x if rows is None else x.index_select(0, rows), w, PLAIN, None, out, torch.float32)
 
 
-def product(
-    x: Tensor, w: Weight, what: int, residual: Tensor | None, out: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+def product(x: Tensor, w: Weight, what: int, residual: Tensor | None, out: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Any of the above; `what` follows the sums. Raises ValueError for rows that do not fit the weight."""
     if x.dim() != 2 or x.shape[1] != w.k or x.dtype != torch.bfloat16 or x.stride(1) != 1:
         raise ValueError(f"rows {x.dtype} {list(x.shape)} where bfloat16 [M, {w.k}] are expected")
@@ -106,7 +119,7 @@ def dense(x: Tensor, w: Dense, what: int, residual: Tensor | None, out: Tensor, 
             halves, specialised, INTERPRETED, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         return
-    grid, early = (cdiv(M, tile.rows) * cdiv(N, tile.columns),), tile.early and not INTERPRETED
+    grid, early = (cdiv(M, tile.rows) * cdiv(N, tile.columns),), tile.early and EARLY
     _stream[grid](
         x, w.w, bias, add, out, M, N, K, x.stride(0), out.stride(0), add.stride(0),
         tile.rows, tile.columns, tile.depth, *facts, K % tile.depth == 0, tiles.AHEAD * early, INTERPRETED,
@@ -124,13 +137,6 @@ def fitting(tile: tiles.Tile, wide: int, size: int, adds: bool) -> int:
 def copyable(x: Tensor) -> bool:
     """Whether the copy engine takes it: base and rows on multiples of 16 bytes."""
     return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
-
-
-def descriptor(x: Tensor, rows: int, columns: int):
-    """How the copy engine moves blocks of a matrix; places outside it read as zeros and are not written."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 
 @jit(do_not_specialize=["M"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .common import INTERPRETED, cdiv, jit, launchable, let_next_start, power_of_two, tl
+from .common import EARLY, cdiv, jit, launchable, power_of_two, take_turn, tl
 
 
 def rms(x: Tensor, w: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -18,7 +18,9 @@ def rms(x: Tensor, w: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
         D = x.shape[-1]
         block = power_of_two(D)
         strides = x.stride(0), 0, out.stride(0), 0
-        _rms[(len(x),)](x, x, w, out, out, *strides, eps, D, block, False, not INTERPRETED, num_warps=_warps(block))
+        _rms[(len(x),)](
+            x, x, w, out, out, *strides, eps, D, block, False, EARLY, num_warps=_warps(block), launch_pdl=EARLY
+        )
     return out
 
 
@@ -36,7 +38,9 @@ def add_rms(
         D = x.shape[-1]
         block = power_of_two(D)
         strides = x.stride(0), h.stride(0), out.stride(0), total.stride(0)
-        _rms[(len(x),)](x, h, w, out, total, *strides, eps, D, block, True, not INTERPRETED, num_warps=_warps(block))
+        _rms[(len(x),)](
+            x, h, w, out, total, *strides, eps, D, block, True, EARLY, num_warps=_warps(block), launch_pdl=EARLY
+        )
     return total, out
 
 
@@ -64,7 +68,7 @@ def gated_rms(o: Tensor, z: Tensor, w: Tensor, eps: float, out: Tensor | None = 
         together = max(1, min(power_of_two(heads), 1024 // power_of_two(dv)))
         grid, width = (M, cdiv(heads, together)), power_of_two(dv)
         strides = o.stride(0), o.stride(1), z.stride(0), out.stride(0)
-        _gated_rms[grid](o, z, w, out, *strides, eps, heads, dv, together, width, not INTERPRETED, num_warps=4)
+        _gated_rms[grid](o, z, w, out, *strides, eps, heads, dv, together, width, EARLY, num_warps=4, launch_pdl=EARLY)
     return out
 
 
@@ -74,10 +78,8 @@ def _warps(block: int) -> int:
 
 
 @jit
-def _rms(
-    x, h, w, out, total, sx, sh, so, st, eps, D, BLOCK: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr
-):
-    let_next_start(EARLY)
+def _rms(x, h, w, out, total, sx, sh, so, st, eps, D, BLOCK: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr):
+    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     there = i < D
@@ -111,7 +113,7 @@ def _layer(x, w, b, out, sx, so, eps, D, BLOCK: tl.constexpr):
 def _gated_rms(
     o, z, w, out, so, sh, sz, sy, eps, heads, dv, HEADS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):
-    let_next_start(EARLY)
+    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     i = tl.arange(0, BLOCK)

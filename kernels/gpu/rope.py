@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .common import INTERPRETED, cdiv, jit, launchable, let_next_start, on_fp8_grid, power_of_two, tl
+from .common import EARLY, cdiv, jit, launchable, on_fp8_grid, power_of_two, take_turn, tl
 from .norm import rms_twin
 from .pages import PAGE, Rows, quantise_twin
 
@@ -61,7 +61,7 @@ def norm_rope_write(
         _norm_rope_write[(L, heads + kv)](
             qkv, q_norm, k_norm, cos, sin, q, into.k, into.v, *scales, *where,
             qkv.stride(0), q.stride(0), *first, table.stride(0) if paged else 0, eps, heads, kv, d, cos.shape[-1],
-            PAGE, power_of_two(d), into.fp8, paged, num_warps=1 if d <= 128 else 2,
+            PAGE, power_of_two(d), into.fp8, paged, EARLY, num_warps=1 if d <= 128 else 2, launch_pdl=EARLY,
         )  # fmt: skip
     return q
 
@@ -78,7 +78,7 @@ def gated(o: Tensor, qkv: Tensor, out: Tensor | None = None) -> Tensor:
         together = max(1, min(power_of_two(heads), 2048 // power_of_two(d)))
         strides = o.stride(0), o.stride(1), qkv.stride(0), out.stride(0)
         grid, width = (rows, cdiv(heads, together)), power_of_two(d)
-        _gated[grid](o, qkv, out, *strides, heads, d, together, width, not INTERPRETED, num_warps=4)
+        _gated[grid](o, qkv, out, *strides, heads, d, together, width, EARLY, num_warps=4, launch_pdl=EARLY)
     return out
 
 
@@ -87,9 +87,10 @@ def _norm_rope_write(
     qkv, q_norm, k_norm, cos, sin, q, k_out, v_out, k_scale, v_scale, table, slots, places,
     s_in, s_q, s_first, s_scale, s_table, eps,
     heads: tl.constexpr, kv: tl.constexpr, d: tl.constexpr, half: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, FP8: tl.constexpr, PAGED: tl.constexpr,
+    BLOCK: tl.constexpr, FP8: tl.constexpr, PAGED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program a row and query head, or pair of key and value heads."""
+    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     i = tl.arange(0, BLOCK)
@@ -150,7 +151,7 @@ def _gated(
     o, qkv, out, so, sh, sg, sy, heads: tl.constexpr, d: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(EARLY)
+    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     i = tl.arange(0, BLOCK)[None, :]

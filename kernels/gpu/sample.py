@@ -103,9 +103,7 @@ def _best(logits, best, best_id, s_row, size, PIECE: tl.constexpr):
 
 
 @jit
-def _choose(
-    best, best_id, noisy, noisy_id, temperature, out, pieces, GREEDY: tl.constexpr, MOST: tl.constexpr
-):
+def _choose(best, best_id, noisy, noisy_id, temperature, out, pieces, GREEDY: tl.constexpr, MOST: tl.constexpr):
     """The best of a row's pieces."""
     r = tl.program_id(0)
     i = tl.arange(0, MOST)

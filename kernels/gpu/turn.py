@@ -23,7 +23,7 @@ def turn(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return out[0], out[1]
 
 
-@jit
+@jit(do_not_specialize=["P"])
 def _turn(qkv, cos, sin, out, P, heads, half, HEADS: tl.constexpr, HALF: tl.constexpr):
     """A program a row of queries or keys."""
     row, which = tl.program_id(0).to(tl.int64), tl.program_id(1)

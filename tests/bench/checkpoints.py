@@ -4,7 +4,8 @@
     python -m tests.bench.checkpoints read DIR [--device cuda:0]
 
 The first writes bf16 weights in Hugging Face's layout, or packed ones in MLX's; the second reads a checkpoint to the
-device and prints GB/s. A tensor's numbers depend on its name and the kind of device alone.
+device and prints GB/s. A tensor's numbers depend on its name and the kind of device alone; `Drawn` has the same ones
+without a file, for what is measured behind the reading.
 
 What keeps the numbers finite and the text alive: every matrix has the variance 1 / inputs, so that rows of unit length
 stay so; what is added to the residual is scaled by 1 / sqrt(2 · layers); the embeddings are small beside what the
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor
 
 from tfmagic.engine.checkpoint import Checkpoint, resolve
+from tfmagic.engine.checkpoint.affine import Affine, Form
 from tfmagic.engine.checkpoint.names import TEXT, VISUAL, normalised
 
 SHARD = 2 << 30
@@ -279,11 +281,16 @@ def word(id: int) -> str:
 
 def write(folder: Path, size: Size, bits: int | None = None, group: int = 64, device: str = "cpu") -> int:
     """A checkpoint, whole; returns its weights' bytes."""
-    source = Checkpoint(resolve(None))
+    describe(folder, size, bits, group)
     plans = list(planned(size))
+    return weights(folder, [part for plan in plans for part in mlx(plan, bits, group)] if bits else plans, device)
+
+
+def describe(folder: Path, size: Size, bits: int | None, group: int) -> None:
+    """Everything of a checkpoint but its weights."""
+    source = Checkpoint(resolve(None))
     described = config(size, source.config)
     if bits:
-        plans = [part for plan in plans for part in mlx(plan, bits, group)]
         described["quantization"] = described["quantization_config"] = {"group_size": group, "bits": bits}
     folder.mkdir(parents=True, exist_ok=True)
     save = {"config.json": described, "generation_config.json": {**source.generation, "do_sample": False}}
@@ -293,7 +300,6 @@ def write(folder: Path, size: Size, bits: int | None = None, group: int = 64, de
     for name, value in save.items():
         (folder / name).write_text(json.dumps(value))
     (folder / "chat_template.jinja").write_text(source.template)
-    return weights(folder, plans, device)
 
 
 def weights(folder: Path, plans: list[Planned], device: str = "cpu") -> int:
@@ -343,6 +349,53 @@ def repacked(source: Checkpoint, folder: Path, bits: int, group: int) -> None:
         if path.suffix in (".json", ".jinja") and path.name != "model.safetensors.index.json":
             (folder / path.name).write_bytes(path.read_bytes())
     (folder / "config.json").write_text(json.dumps(source.config | {"quantization": quantization}))
+
+
+# Weights without a file -----------------------------------------------------------------------------
+
+
+class Drawn(Checkpoint):
+    """The checkpoint that `write` makes, in a folder that holds everything but the weights: they are drawn on the
+    device as they are asked for."""
+
+    def __init__(self, folder: Path, size: Size, bits: int | None = None, group: int = 64):
+        describe(folder, size, bits, group)
+        self.path, self.size, self.packing = folder, size, Form(bits, group) if bits else None
+        self.config = self._json("config.json")
+
+    def tensors(self, device: torch.device | str = "cpu") -> Numbers:
+        return Numbers(self.size, self.packing, device)
+
+
+class Numbers:
+    """What a family asks of `Checkpoint.tensors`."""
+
+    def __init__(self, size: Size, packing: Form | None, device: torch.device | str):
+        self.plans, self.packing, self.taken = {plan.name: plan for plan in planned(size)}, packing, set()
+        self.generator = torch.Generator(device)
+
+    def form(self, name: str) -> Form | None:
+        packed = self.packing is not None and is_packed(name, self.plans[name].shape, self.packing.group)
+        return self.packing if packed else None
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self._drawn(name, shape) if self.form(name) is None else self.affine(name, shape).dequantised()
+
+    def affine(self, name: str, shape: tuple[int, ...]) -> Affine | None:
+        if self.form(name) is None:
+            return None
+        return Affine(*quantised(self._drawn(name, shape), *self.packing), *self.packing)
+
+    def _drawn(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        plan = self.plans[name]
+        if plan.shape != tuple(shape):
+            raise ValueError(f"{name} is {list(plan.shape)} here, and was asked for as {list(shape)}")
+        self.taken.add(name)
+        self.generator.manual_seed(zlib.crc32(name.encode()))
+        return plan.make(self.generator)
+
+    def leftover(self, drop: list[str] = ()) -> list[str]:
+        return sorted(self.plans.keys() - self.taken)
 
 
 # The command -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The shipped model on one device: time to first token, tokens a second. `python -m tests.bench.devices cuda:0`"""
+"""The shipped model on one device: time to first token, tokens a second. `python -m tests.bench.devices cuda:0 bf16`"""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import time
 from tests.gpu.test_engine import EDIT, STORY, Box, picture
 
 
-def main(device: str) -> None:
+def main(device: str, form: str = "exact") -> None:
     began = time.perf_counter()
-    box = Box(device)
-    print(f"{device}: ready after {time.perf_counter() - began:.1f} s")
+    box = Box(device, form)
+    print(f"{device}, {form}: ready after {time.perf_counter() - began:.1f} s")
     box.run(STORY, cache=False), box.run("What?", picture(), cache=False)
     rows = {
         "story, serial": lambda: box.run(STORY, cache=False, draft="off"),
@@ -29,4 +29,4 @@ def main(device: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

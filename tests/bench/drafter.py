@@ -1,4 +1,4 @@
-"""What a draft takes: `python -m tests.bench.drafter [--shape 27b|embedded] [--device cuda:0] [--bits 4]`.
+"""What a draft takes: `python -m tests.bench.drafter [--shape 27b|9b|4b|embedded] [--device cuda:0] [--bits 4]`.
 
 A drafter of random weights, of the published shape for a 27B target or of the embedded model's, and as much of a target
 as it borrows; on a GPU in its static form, `--form growing` for the other. For 1, 4 and 16 streams: milliseconds from
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from functools import cached_property
 
 import torch
 
@@ -26,15 +27,24 @@ BOTH = {
     "is_causal": False,
     "dflash_config": {"block_size": 8, "conv_kernel_size": 2, "conv_group_size": 16, "selector_top_k": 16},
 }
+
+
+def shape(hidden: int, intermediate: int, depth: int, vocab: int = 248_320) -> tuple[dict, dict, int, int]:
+    """The published drafter of a 27B, for a target of other sizes: config, dflash_config, the target's layers, rows of
+    context."""
+    sizes = {
+        "hidden_size": hidden, "intermediate_size": intermediate, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "num_hidden_layers": 5, "vocab_size": vocab, "layer_types": ["sliding_attention"] * 5,
+        "sliding_window": 2048, "use_sliding_window": True,
+    }  # fmt: skip
+    taps = [5 + (depth - 8) * i // 4 for i in range(5)]
+    return sizes, {"selector_rank": 256, "mask_token_id": vocab - 250, "target_layer_ids": taps}, depth, 2047
+
+
 SHAPES = {
-    "27b": (
-        {"hidden_size": 5120, "intermediate_size": 17408, "num_attention_heads": 32, "num_key_value_heads": 8,
-         "head_dim": 128, "num_hidden_layers": 5, "vocab_size": 248320, "layer_types": ["sliding_attention"] * 5,
-         "sliding_window": 2048, "use_sliding_window": True},
-        {"selector_rank": 256, "mask_token_id": 248070, "target_layer_ids": [5, 19, 33, 47, 61]},
-        64,
-        2047,
-    ),
+    "27b": shape(5120, 17408, 64),
+    "9b": shape(4096, 12288, 32),
+    "4b": shape(2560, 9216, 32),
     "embedded": (
         {"hidden_size": 320, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2,
          "head_dim": 64, "num_hidden_layers": 2, "vocab_size": 4096},
@@ -42,19 +52,24 @@ SHAPES = {
         8,
         300,
     ),
+    "tiny": (
+        {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "head_dim": 32, "num_hidden_layers": 2, "vocab_size": 5000},
+        {"selector_rank": 32, "mask_token_id": 4990, "target_layer_ids": [1, 3]},
+        4,
+        300,
+    ),
 }  # fmt: skip
-"""Config, dflash_config, the target's layers, rows of context."""
 
 
 class Made:
     """A checkpoint and a target of random numbers. `bits`: of the target's head, too."""
 
-    def __init__(self, shape: str, device: str, bits: int, ids: int | None):
+    def __init__(self, shape: str, device: str, bits: int, ids: int | None = None):
         sizes, own, self.depth, self.context = SHAPES[shape]
         self.config = BOTH | sizes | {"dflash_config": BOTH["dflash_config"] | own}
         self.device, self.bits, self.bytes = torch.device(device), bits, 0
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        self.matrix = self.random(sizes["vocab_size"], sizes["hidden_size"])
         self.ids = min(ids or sizes["vocab_size"], sizes["vocab_size"])
 
     def random(self, *shape: int) -> torch.Tensor:
@@ -71,10 +86,14 @@ class Made:
     @property
     def size(self) -> float:
         """Bytes a number of a matrix."""
-        return 4.5 / 8 if self.bits == 4 and self.device.type == "cuda" else self.matrix.element_size()
+        return 4.5 / 8 if self.bits == 4 and self.device.type == "cuda" else self.dtype.itemsize
 
     def leftover(self) -> list[str]:
         return []
+
+    @cached_property
+    def matrix(self) -> torch.Tensor:
+        return self.random(self.config["vocab_size"], self.config["hidden_size"])
 
     def embedding(self) -> torch.Tensor:
         return self.matrix
@@ -122,6 +141,7 @@ def main() -> None:
     made = Made(asked.shape, asked.device, asked.bits, asked.ids)
     gpu = made.device.type == "cuda"
     static = (asked.form or ("static" if gpu else "growing")) == "static"
+
     drafter = (StaticDrafter if static else Drafter)(made, made, asked.device, size=made.ids, bits=asked.bits)
     print(f"{drafter.name}, {made.context} rows of context, {made.ids:,} ids; weights {made.bytes / 1e9:.3f} GB")
     if static:
@@ -139,7 +159,7 @@ def main() -> None:
             drafter.lattices([Ask(context, 7, context.end, drafter.block - 1) for context in contexts])
 
         ms = median_ms(draft)
-        held = 2 * streams * made.context * c.layers * c.kv_heads * c.head_dim * made.matrix.element_size()
+        held = 2 * streams * made.context * c.layers * c.kv_heads * c.head_dim * made.dtype.itemsize
         least = (made.bytes + held) / asked.bandwidth / 1e6
         alone = f", launch {launch_ms(drafter, streams):7.3f}" if static and gpu else ""
         print(f"{streams:3} streams: {ms:7.3f} ms{alone}, at least {least:.3f}: {least / ms:.0%} of the bandwidth")

@@ -3,10 +3,13 @@
     python -m tests.bench.gpu --model 4b|9b|27b|tiny|FOLDER [--bits 4|8|16] [--kv bf16|fp8] [--parts decode,ttft,...]
                               [--folder DIR] [--device cuda:0]
 
-Parts: `decode` at 1, 4 and 16 streams, `long` past 32k, `draft` with copies against serial, `ttft` cold at 128, 1,024
-and 8,192 rows, `again` the same prompt and 128 rows behind it, `images` four pictures and the turn behind them,
-`prefill` at 8,192 rows, `rounds` by streams and rows. A checkpoint of a size is written to DIR when it is not there.
-Medians; what a ratio is made of runs A-B-B-A. Tokens of different arms must be equal, and are hashed.
+Parts: `decode` at 1, 4 and 16 streams; `drafts` at chosen rates of acceptance, and `copies`, against serial; `ttft`
+cold at 128, 1,024 and 8,192 rows; `again` the same prompt and 128 rows behind it; `images` four pictures and the turn
+behind them; `prefill` at 8,192 rows; `rounds` by streams and rows; `long` past 32k.
+
+A checkpoint of a size is drawn on the device, or with --folder written there and read. What is told stands in rows of
+one table: the model, what was measured, the median, and what it is made of. Arms of a ratio run A-B-B-A. Tokens of
+different arms must be equal, and are hashed; where they are not, the row says so and the command fails.
 """
 
 from __future__ import annotations
@@ -14,29 +17,44 @@ from __future__ import annotations
 import argparse
 import hashlib
 import statistics
+import sys
 import tempfile
 import time
+import traceback
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 from tfmagic import protocol
+from tfmagic.engine import open as opening
+from tfmagic.engine.drafting.block import Drafter
+from tfmagic.engine.drafting.drafting import Drafting
+from tfmagic.engine.drafting.static import StaticDrafter
 from tfmagic.engine.families.qwen3_5.gpu.weights import size
+from tfmagic.engine.loop import Engine
 from tfmagic.engine.open import Settings
-from tfmagic.engine.open import open as open_model
 from tfmagic.engine.prompt import Prompt
 from tfmagic.engine.stream import Request
-from tfmagic.run import Run, Stream, token_sha
+from tfmagic.run import Run, Stream
 
-from .checkpoints import SIZES, write
+from .checkpoints import SIZES, Drawn, write
+from .chosen import Chosen
+from .drafter import Made
 from .images import encoded, picture
 
-PARTS = ("decode", "draft", "ttft", "again", "images", "prefill", "rounds", "long")
-QUICK = ("decode", "draft", "ttft", "again", "images", "prefill")
+PARTS = ("decode", "copies", "drafts", "ttft", "again", "images", "prefill", "rounds", "long")
+QUICK = ("decode", "ttft", "again", "images", "prefill", "copies", "drafts")
 COLD = (128, 1024, 8192)
 LONG = 33_000
+STREAMS = (1, 4, 16)
+SOLO = 48
+"""Tokens of each stream that are compared with the stream alone."""
 
 
 @dataclass
@@ -46,8 +64,24 @@ class Bench:
     opened: object
     copy: float
     """Bytes a second that the device copies, read and written."""
+    label: str
     runs: dict[str, Run] = field(default_factory=dict)
     salt: count = field(default_factory=count)
+    differ: list[str] = field(default_factory=list)
+    """Rows whose arms gave different tokens."""
+
+    def take(self, event: protocol.Event) -> None:
+        self.runs[event.run].apply(event)
+
+    def row(self, what: str, value: str, *details: str) -> None:
+        print(f"| {self.label} | {what} | {value} | {'; '.join(details)} |", flush=True)
+
+    def equal(self, what: str, *arms: object) -> str:
+        """In words, whether the tokens of these arms are equal."""
+        if all(arm == arms[0] for arm in arms):
+            return f"equal tokens {hashlib.sha256(str(arms[0]).encode()).hexdigest()[:8]}"
+        self.differ.append(what)
+        return "OTHER TOKENS"
 
     def ids(self, rows: int) -> list[int]:
         """Rows of a prompt that no other begins like."""
@@ -103,9 +137,12 @@ def speed(b: Bench, runs: list[Run]) -> tuple[float, float]:
     return said / seconds, 1e3 * seconds / max(rounds, 1)
 
 
-def sha(runs: list[Run]) -> str:
-    """Of every run's tokens."""
-    return hashlib.sha256(" ".join(token_sha(run.streams[0].token_ids) for run in runs).encode()).hexdigest()[:12]
+def several(streams: int) -> str:
+    return f"{streams} stream{'s' * (streams > 1)}"
+
+
+def tokens_of(runs: list[Run]) -> list[list[int]]:
+    return [run.streams[0].token_ids for run in runs]
 
 
 def copied(device: str) -> float:
@@ -124,99 +161,132 @@ def copied(device: str) -> float:
     return 2e3 * a.nbytes / statistics.median(times)
 
 
-def decode(b: Bench, tokens: int, rows: int = 64) -> None:
-    """Rounds read every weight once, and each stream's state and keys."""
-    model = b.opened._model
-    weights = size(model.text.w.layers, model.text.w.norm, model.text.w.head)
-    b.run(b.ids(rows), max_tokens=8)
-    alone: list[str] = []
-    prompts = [b.ids(rows) for _ in range(16)]
-    for streams in (1, 4, 16):
-        best, shas = [], set()
-        for _ in range(3):
-            runs = [b.submit(ids, cache=False, max_tokens=tokens) for ids in prompts[:streams]]
-            best.append(speed(b, runs))
-            shas.add(sha(runs))
-            if streams == 1:
-                alone = [token_sha(runs[0].streams[0].token_ids)]
-        rate, ms = sorted(best)[1]
-        same = token_sha(runs[0].streams[0].token_ids) == alone[0] and len(shas) == 1
-        used = weights / ms * 1e3
-        print(
-            f"decode {streams:2} streams: {rate:7.1f} tok/s, {ms:6.2f} ms a round, weights {used / 1e9:6.0f} GB/s = "
-            f"{100 * used / b.copy:4.1f} % of copy; stream 1 as alone: {same}; {shas.pop()}"
-        )
+def decode(b: Bench, o: argparse.Namespace) -> None:
+    """Rounds read every weight once, and each stream's state and keys. Every stream says what it says alone."""
+    weights = size(b.opened._model.text.w.layers, b.opened._model.text.w.norm, b.opened._model.text.w.head)
+    prompts, took, said = [b.ids(64) for _ in range(16)], defaultdict(list), defaultdict(list)
+    few = min(SOLO, o.tokens)
+    solo = tokens_of([b.run(ids, cache=False, max_tokens=few) for ids in prompts])
+    for streams in STREAMS:  # captured before it is timed
+        speed(b, [b.submit(ids, cache=False, max_tokens=4) for ids in prompts[:streams]])
+    for streams in (*STREAMS, *reversed(STREAMS)) * o.repeats:
+        runs = [b.submit(ids, cache=False, max_tokens=o.tokens) for ids in prompts[:streams]]
+        took[streams].append(speed(b, runs))
+        said[streams].append(tokens_of(runs))
+    for streams in STREAMS:
+        rate, ms = (statistics.median(one) for one in zip(*took[streams]))
+        what, used = f"decode, {several(streams)}", weights / ms * 1e3
+        alone = [[ids[:few] for ids in arm] for arm in said[streams]]
+        b.row(
+            what, f"{rate:.1f} tok/s", f"{ms:.2f} ms a round",
+            f"weights {used / 1e12:.2f} TB/s = {100 * used / b.copy:.1f} % of the copy",
+            "beside alone: " + b.equal(what, solo[:streams], *alone), "arms: " + b.equal(what, *said[streams]),
+        )  # fmt: skip
 
 
-def draft(b: Bench, tokens: int) -> None:
-    """A copied continuation against serial, A-B-B-A: the tokens are the same."""
-    ids, runs, rates = b.ids(64), [], {"off": [], "copy": []}
-    for arm in ("off", "copy", "copy", "off"):
-        runs.append(b.submit(ids, cache=False, max_tokens=tokens, draft=arm))
+def copies(b: Bench, o: argparse.Namespace) -> None:
+    """A copied continuation against serial."""
+    ids, rates, runs = b.ids(64), defaultdict(list), []
+    for arm in ("copy", "off", "copy", "copy", "off"):  # the first is not counted
+        runs.append(b.submit(ids, cache=False, max_tokens=o.tokens, draft=arm))
         rates[arm].append(speed(b, runs[-1:])[0])
-    off, copy = (statistics.mean(rates[arm]) for arm in ("off", "copy"))
-    shas = {sha([run]) for run in runs}
-    told = f"{copy / off:.2f} x serial, {runs[1].stats['tokens_per_round']:.2f} tokens a round"
-    print(f"draft copies: {copy:7.1f} tok/s, {told}; equal tokens: {len(shas) == 1}; {shas.pop()}")
+    ratio = statistics.mean(rates["copy"][1:]) / statistics.mean(rates["off"])
+    told = f"{runs[0].stats['tokens_per_round']:.2f} tokens a round", b.equal("copies", *tokens_of(runs))
+    b.row("drafts by copying, 1 stream", f"{ratio:.2f} x serial", *told)
 
 
-def ttft(b: Bench) -> None:
+def drafts(b: Bench, o: argparse.Namespace) -> None:
+    """A drafter of random weights, whose pass is really run and whose guesses are right at chosen rates, against serial
+    in the same engine: off, every rate, every rate once more in the opposite order, off."""
+    with drafted(b, o) as chosen:
+        engine, curve = b.opened.engine, b.opened.engine.drafting.curve
+        for streams in STREAMS:
+            prompts = [b.ids(64) for _ in range(streams)]
+            begun = [b.submit(ids, cache=False, max_tokens=o.tokens) for ids in prompts]
+            b.drain()
+            serial = tokens_of(begun)
+            chosen.known = [ids + own for ids, own in zip(prompts, serial)]
+            rates, said, guessed = defaultdict(list), [serial], defaultdict(list)
+            arms = ["off", *o.rates, *reversed(o.rates), "off"]
+            for arm in [o.rates[-1], *arms]:  # the first is not counted
+                engine.drafting = engine.rounds.drafting = Drafting(chosen, curve)  # nothing learnt from other rates
+                chosen.begin(0.0 if arm == "off" else arm)
+                params = {"draft": "off" if arm == "off" else "block", "max_tokens": o.tokens}
+                runs = [b.submit(ids, cache=False, **params) for ids in prompts]
+                rates[arm].append(speed(b, runs)[0])
+                said.append(tokens_of(runs))
+                guessed[arm] += [run.stats for run in runs]
+            equal = b.equal(f"drafts, {several(streams)}", *said)
+            off = statistics.mean(rates["off"])
+            b.row(f"drafts, {several(streams)}, none", f"{off:.1f} tok/s", equal)
+            for arm in o.rates:
+                rate, stats = statistics.mean(rates[arm][-2:]), guessed[arm][-2 * streams :]
+                accepted, tried = (sum(one[name] for one in stats) for name in ("accepted", "drafted"))
+                b.row(
+                    f"drafts, {several(streams)}, {100 * arm:.0f} % right", f"{rate / off:.2f} x serial",
+                    f"{rate:.1f} tok/s", f"{statistics.mean(one['tokens_per_round'] for one in stats):.2f} a round",
+                    f"{accepted} of {tried} guesses verified were accepted", equal,
+                )  # fmt: skip
+
+
+def ttft(b: Bench, o: argparse.Namespace) -> None:
     for rows in b.within(*COLD):
         runs = [b.run(b.ids(rows), cache=False, max_tokens=1) for _ in range(6)][1:]
-        print(f"ttft cold {rows:5}: {told(runs)}")
+        b.row(f"TTFT cold, {rows} tokens", *told(runs))
 
 
-def told(runs: list[Run]) -> str:
+def told(runs: list[Run]) -> tuple[str, str]:
     """The median time to first token and its parts."""
     parts = {name: statistics.median(run.ttft[name] for run in runs) for name in runs[0].ttft}
     total = parts.pop("total")
-    return f"{total:7.1f} ms  (" + ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items() if ms >= 0.05) + ")"
+    return f"{total:.1f} ms", ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items() if ms >= 0.05)
 
 
-def again(b: Bench) -> None:
+def again(b: Bench, o: argparse.Namespace) -> None:
     rows = b.within(*COLD)[-1]
     ids = b.ids(rows)
     cold = b.run(ids, max_tokens=8)
     runs = [b.run(ids, max_tokens=8) for _ in range(6)][1:]
-    equal = {sha([run]) for run in (cold, *runs)}
-    cached = runs[0].cached_tokens
-    print(f"ttft the same {rows} again: {told(runs)}, {cached} from the cache; equal tokens: {len(equal) == 1}")
+    what, cached = f"TTFT again, the same {rows} tokens", runs[0].cached_tokens
+    b.row(what, *told(runs), f"{cached} from the cache", b.equal(what, *tokens_of([cold, *runs])))
     more = [b.run(ids + b.ids(128), max_tokens=1) for _ in range(6)][1:]
-    print(f"ttft {rows} kept + 128 new: {told(more)}, {more[0].cached_tokens} from the cache")
+    b.row(f"TTFT, {rows} kept + 128 new", *told(more), f"{more[0].cached_tokens} from the cache")
     store, restored = b.opened.engine.store, []
     for _ in range(3):
         for kept in store._kept.values():
             if getattr(kept.tensors, "view", None) is not None:
                 kept.tensors.view.leave()
         restored.append(b.run(ids, max_tokens=8))
-    equal |= {sha([run]) for run in restored}
-    print(f"ttft the same from host memory: {told(restored)}; equal tokens: {len(equal) == 1}")
+    what = f"TTFT again, the same {rows} tokens from host memory"
+    b.row(what, *told(restored), b.equal(what, *tokens_of([cold, *restored])))
 
 
-def images(b: Bench) -> None:
+def images(b: Bench, o: argparse.Namespace) -> None:
     said, side = [], 1024 if b.opened.context > 8192 else 256
     for i in range(3):
         data = [encoded(picture(side, 10 * i + j), "PNG") for j in range(4)]
         pictures = {hashlib.sha256(one).hexdigest(): one for one in data}
         parts = [protocol.ImageRef(digest, f"{j}.png") for j, digest in enumerate(pictures)]
         messages = [protocol.Message("user", [*parts, protocol.Text("What is the same in these?")])]
-        cold = b.chat(messages, pictures, max_tokens=96)
+        cold = b.chat(messages, pictures, max_tokens=min(96, o.tokens))
         answer = protocol.Message("assistant", [protocol.Text(cold.streams[0].text)])
         b.opened.settle([*messages, answer], {}, "the first turn")  # as the engine does while a person reads
         b.drain()
         after = [*messages, answer, protocol.Message("user", [protocol.Text("And what is not?")])]
         said.append((cold, b.chat(after, {}, max_tokens=8)))
-    print(f"ttft 4 images of {side} x {side}: {told([cold for cold, _ in said[1:]])}")
-    turns = [turn for _, turn in said[1:]]
-    print(f"ttft the turn behind them, settled: {told(turns)}, images encoded {turns[0].stats['images_encoded']}")
+    colds, turns = zip(*said[1:])
+    b.row(f"TTFT cold, 4 images of {side} x {side}", *told(colds), f"{colds[0].prompt_tokens} tokens")
+    kept = f"{turns[0].cached_tokens} of {turns[0].prompt_tokens} from the cache"
+    b.row("TTFT, the turn behind them", *told(turns), kept, f"{turns[0].stats['images_encoded']} images encoded")
 
 
-def prefill(b: Bench) -> None:
+def prefill(b: Bench, o: argparse.Namespace) -> None:
     model, rows = b.opened._model, b.within(*COLD)[-1]
     matrices = sum(w.n * w.k for w in weights_of(model))
     runs = [b.run(b.ids(rows), cache=False, max_tokens=1) for _ in range(4)][1:]
     ms = statistics.median(run.ttft["prefill"] for run in runs)
-    print(f"prefill {rows}: {1e3 * rows / ms:8.0f} rows/s, {2e-9 * matrices * rows / ms:6.1f} TFLOP/s in the matrices")
+    flops = 2e-9 * matrices * rows / ms
+    b.row(f"prefill, {rows} tokens", f"{flops:.0f} TFLOP/s in the matrices", f"{1e3 * rows / ms:.0f} rows/s")
 
 
 def weights_of(model) -> list:
@@ -224,29 +294,68 @@ def weights_of(model) -> list:
     return [w for layer in layers for w in (layer.mixer.inputs, layer.mixer.out, layer.up, layer.down)]
 
 
-def rounds(b: Bench) -> None:
+def rounds(b: Bench, o: argparse.Namespace) -> None:
     """Milliseconds of a round by streams and rows of a window, without the engine."""
     model = b.opened._model
-    for streams in (1, 4, 16):
+    for streams in STREAMS:
         times = [min(model.time_round(streams, streams * rows) for _ in range(5)) for rows in (1, 2, 4, 8, 16)]
-        print(f"round {streams:2} streams of 1, 2, 4, 8, 16 rows: " + ", ".join(f"{ms:.2f}" for ms in times) + " ms")
+        b.row(f"a round, {several(streams)} of 1, 2, 4, 8, 16 rows", ", ".join(f"{ms:.2f}" for ms in times) + " ms")
 
 
-def long(b: Bench, tokens: int) -> None:
-    run = b.submit(b.ids(LONG), cache=False, max_tokens=tokens)
+def long(b: Bench, o: argparse.Namespace) -> None:
+    run = b.submit(b.ids(LONG), cache=False, max_tokens=o.tokens)
     rate, ms = speed(b, [run])
-    print(f"decode past {LONG}: {rate:7.1f} tok/s, {ms:.2f} ms a round; its prompt: {told([run])}")
+    b.row(f"decode past {LONG} tokens, 1 stream", f"{rate:.1f} tok/s", f"{ms:.2f} ms a round", told([run])[0])
 
 
-def folder_of(name: str, bits: int, folder: Path, device: str) -> Path:
-    if name not in SIZES:
-        return Path(name)
-    place = folder / f"{name}-{bits}"
-    if not (place / "model.safetensors.index.json").is_file():
+# The command -------------------------------------------------------------------------------------
+
+
+def opened(b: Bench, o: argparse.Namespace, place: Path) -> None:
+    """Open the model; says what took how long."""
+    began = time.perf_counter()
+
+    def progress(what: str) -> None:
+        print(f"  {time.perf_counter() - began:6.1f} s: {what}", flush=True)
+
+    def checkpoint(path: Path, real=opening.Checkpoint):
+        return real(path) if o.folder or o.model not in SIZES else Drawn(path, SIZES[o.model], o.packed)
+
+    settings = Settings(prompt_cache_gib=o.cache_gib, form="bf16", kv_cache=o.kv, drafter="none")
+    with mock.patch.object(opening, "Checkpoint", checkpoint):
+        b.opened = opening.open(str(place), o.device, settings, b.take, progress)
+    b.run(b.ids(100), max_tokens=4)
+    progress("the first reply")
+
+
+@contextmanager
+def drafted(b: Bench, o: argparse.Namespace) -> Iterator[Chosen]:
+    """Within, the engine has a drafter of random weights in the published shape."""
+    model, before, gpu = b.opened._model, b.opened.engine, o.device != "cpu"
+    form, size = StaticDrafter if gpu else Drafter, b.opened._size
+    made = Made(o.model, o.device, o.drafter_bits)
+    chosen = Chosen(form(made, model, o.device, size, o.drafter_bits), size)
+    memory, curve = before.schedule.memory, before.drafting.curve
+    b.opened.engine = Engine(model, before.store, before.emit, before.piece, memory, chosen, curve)
+    b.opened.drafter = chosen.name
+    yield chosen
+    b.opened.engine, b.opened.drafter = before, "none"
+    model.tap([])
+
+
+def place_of(o: argparse.Namespace, temporary: str) -> Path:
+    """The model's folder."""
+    if o.model not in SIZES:
+        return Path(o.model)
+    name = f"{o.model}-{o.bits}"
+    if o.folder is None:
+        (Path(temporary) / name).mkdir()
+        return Path(temporary) / name
+    if not (o.folder / name / "model.safetensors.index.json").is_file():
         began = time.perf_counter()
-        written = write(place, SIZES[name], None if bits == 16 else bits, device=device)
-        print(f"{place}: {written / 1e9:.2f} GB written in {time.perf_counter() - began:.1f} s")
-    return place
+        written = write(o.folder / name, SIZES[o.model], o.packed, device=o.device)
+        print(f"{o.folder / name}: {written / 1e9:.2f} GB written in {time.perf_counter() - began:.1f} s")
+    return o.folder / name
 
 
 def main() -> None:
@@ -255,29 +364,37 @@ def main() -> None:
     parser.add_argument("--bits", type=int, choices=(4, 8, 16), default=16)
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16")
     parser.add_argument("--parts", default=",".join(QUICK), type=lambda text: text.split(","))
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "tfmagic-bench")
+    parser.add_argument("--folder", type=Path, help="write and read a checkpoint there; else its weights are drawn")
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=128, help="of a reply whose speed is measured")
+    parser.add_argument("--repeats", type=int, default=2, help="of decode's arms, each there and back")
+    parser.add_argument("--rates", default=[0.0, 0.5, 0.8, 0.95], type=lambda text: [*map(float, text.split(","))])
+    parser.add_argument("--drafter-bits", type=int, choices=(4, 16), default=16)
     parser.add_argument("--cache-gib", type=float, default=16.0)
     o = parser.parse_args()
+    o.packed = None if o.bits == 16 else o.bits
     if unknown := set(o.parts) - set(PARTS):
         parser.error(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    place = folder_of(o.model, o.bits, o.folder, o.device)
-    copy, began = copied(o.device), time.perf_counter()
-    settings = Settings(prompt_cache_gib=o.cache_gib, form="bf16", kv_cache=o.kv, drafter="none")
-    bench = Bench(None, copy)
-    bench.opened = open_model(str(place), o.device, settings, lambda event: bench.runs[event.run].apply(event))
-    print(f"{o.model}, {o.bits} bits, kv {o.kv}, {o.device}: copy {copy / 1e12:.2f} TB/s; ready after "
-          f"{time.perf_counter() - began:.1f} s")  # fmt: skip
-    print(f"  {bench.opened._model.plan}")
-    began = time.perf_counter()
-    bench.run(bench.ids(100), max_tokens=4)
-    print(f"first reply: {time.perf_counter() - began:.1f} s, with what it compiles")
-    calls = {"decode": (o.tokens,), "draft": (o.tokens,), "long": (o.tokens,)}
-    for part in o.parts:
-        began = time.perf_counter()
-        globals()[part](bench, *calls.get(part, ()))
-        print(f"  ({part}: {time.perf_counter() - began:.0f} s)", flush=True)
+    if "drafts" in o.parts and o.model not in SIZES:
+        parser.error(f"drafts are for a size: {', '.join(SIZES)}")
+    label = f"{o.model}, {'bf16' if o.bits == 16 else f'{o.bits} bits'}, kv {o.kv}"
+    b = Bench(None, copied(o.device), label)
+    print(f"{label}, {o.device}: the device copies {b.copy / 1e12:.2f} TB/s", flush=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        opened(b, o, place_of(o, temporary))
+        failed = []
+        for part in o.parts:
+            began = time.perf_counter()
+            try:
+                globals()[part](b, o)
+            except Exception as error:  # the other parts may still tell something
+                traceback.print_exc()
+                failed.append(f"{part}: {type(error).__name__}: {str(error)[:300]}")
+                b.drain()
+            print(f"  ({part}: {time.perf_counter() - began:.0f} s)", flush=True)
+    failed += [f"other tokens: {what}" for what in b.differ]
+    if failed:
+        sys.exit("FAILED " + "\nFAILED ".join(failed))
 
 
 if __name__ == "__main__":

@@ -82,9 +82,7 @@ def round_attention(name: str) -> None:
             slots, committed = ints(*range(streams), device=DEVICE), ints(*[context] * streams, device=DEVICE)
             windows = planned([tree(rows, s) for s in range(streams)], rows, DEVICE)
             room = attention.partials(streams, rows, heads, d, streams * (context // PAGE + 1), DEVICE)
-            us = microseconds(
-                attention.round_attention, q, own, held, table, slots, committed, windows, room
-            )
+            us = microseconds(attention.round_attention, q, own, held, table, slots, committed, windows, room)
             moved = streams * context * kv * 2 * (d + 4 if fp8 else 2 * d)
             flops = 4 * heads * d * streams * rows * context
             say(f"{name} round attention {streams}x{rows} over {context} {'fp8' if fp8 else 'bf16'}", us, flops, moved)
@@ -131,9 +129,7 @@ def trees(name: str) -> None:
         say(label.format("delta tree"), microseconds(delta.delta_tree, x, states, slots, plan), moved=state)
         path = torch.arange(rows, dtype=torch.int32, device=DEVICE).expand(streams, rows).contiguous()
         steps = ints(*[min(rows, 5)] * streams, device=DEVICE)
-        us = microseconds(
-            delta.delta_commit, states[None], x.k[None], x.decay[None], u[None], slots, path, steps
-        )
+        us = microseconds(delta.delta_commit, states[None], x.k[None], x.decay[None], u[None], slots, path, steps)
         say(label.format("delta commit"), us, moved=2 * state)
 
 

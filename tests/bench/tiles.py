@@ -1,52 +1,86 @@
 """Times every tile that a product may take on the device it runs on, and rewrites the tables of `kernels/gpu/tiles.py`.
 
-    python -m tests.bench.tiles [--only dense|affine] [--models 4B,9B,27B] [--seconds N] [--output FILE] [--dry]
+    python -m tests.bench.tiles [--only dense|affine] [--models 9b,4b,27b] [--rows 8,16,...] [--seconds N]
+                                [--output FILE] [--dry]
 
 First the ceilings: a copy in device memory, and an 8192^3 bf16 product by the vendor's library. Then, for every weight
-shape and number of rows, the fastest tile of those that give the same bits as the first; one that does not is named and
-left out. Weights change from launch to launch, so none is found in the L2 cache. Launches are timed in a CUDA graph.
+shape, all candidates are built at once by as many threads as there are processors; for every number of rows the fastest
+of those that give a row the bits that most of them give is kept. One with other bits, or that cannot be built or
+launched, is named and left out. Weights change from launch to launch, so none is found in the L2 cache. Launches are
+timed in a CUDA graph: all of them briefly, the best of them again for longer. The tables are written after every shape.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tfmagic.kernels.gpu import affine as affine_module
 from tfmagic.kernels.gpu import linear, tiles
 from tfmagic.kernels.gpu.affine import Affine
+from tfmagic.kernels.gpu.compiling import compiled_only
 from tfmagic.kernels.gpu.epilogue import GATED, PLAIN
 from tfmagic.kernels.gpu.linear import Dense
 from tfmagic.kernels.gpu.tiles import MOST, Tile
 
-MODELS = {  # (outputs, inputs), and whether the output is gated
-    "4B": [(12352, 2560, False), (9216, 2560, False), (2560, 4096, False), (18432, 2560, True), (2560, 9216, False)],
-    "9B": [(12352, 4096, False), (10240, 4096, False), (4096, 4096, False), (24576, 4096, True), (4096, 12288, False)],
-    "27B": [(16480, 5120, False), (14336, 5120, False), (5120, 6144, False), (34816, 5120, True), (5120, 17408, False)],
-    "head": [(248320, 4096, False), (248320, 5120, False)],
-}
+from .checkpoints import SIZES, Size
+
 FORMAT = (4, 64)
 COLD = 256 << 20
 """Bytes of weights that launches go round."""
+MANY = 4096
+"""Rows that stand for the largest of MOST."""
+AGAIN = 4
+"""Candidates that are timed for longer."""
+
+
+class Shape(NamedTuple):
+    """A weight's outputs and inputs, and what its product is used for."""
+
+    n: int
+    k: int
+    gated: bool = False
+    few: bool = False
+    """Never of more than a round's rows."""
+
+    @property
+    def what(self) -> int:
+        return GATED if self.gated else PLAIN
+
+
+def shapes(s: Size) -> list[Shape]:
+    """The text model's weights, fused as they are held."""
+    values, queries = s.value_heads * s.dim, s.heads * s.head_dim
+    return [
+        Shape(s.channels + values + 2 * s.value_heads, s.hidden),
+        Shape(2 * queries + 2 * s.kv_heads * s.head_dim, s.hidden),
+        *dict.fromkeys(Shape(s.hidden, inputs) for inputs in (values, queries)),
+        Shape(2 * s.intermediate, s.hidden, gated=True),
+        Shape(s.hidden, s.intermediate),
+        Shape(s.vocab, s.hidden, few=True),
+    ]
 
 
 def timed(calls: list[Callable[[], Any]], seconds: float = 0.02) -> float:
     """Seconds of one call, from a graph of all of them; the median of several replays."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()
+    for call in calls[:2]:
+        call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for call in calls:
-            call()
+    with torch.cuda.stream(side()):  # `torch.cuda.graph` would give back all cached memory first
+        graph.capture_begin()
+        try:
+            for call in calls:
+                call()
+        finally:
+            graph.capture_end()
     took, spent = [], 0.0
     while len(took) < 5 or (spent < seconds and len(took) < 50):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -57,6 +91,12 @@ def timed(calls: list[Callable[[], Any]], seconds: float = 0.02) -> float:
         took.append(start.elapsed_time(end) / 1e3)
         spent += took[-1]
     return sorted(took[1:])[len(took[1:]) // 2] / len(calls)
+
+
+@functools.cache
+def side() -> torch.cuda.Stream:
+    """The stream on which graphs are captured."""
+    return torch.cuda.Stream()
 
 
 def ceilings() -> tuple[float, float]:
@@ -71,20 +111,24 @@ def ceilings() -> tuple[float, float]:
 
 def dense_candidates(most: int) -> Iterator[Tile]:
     if most <= 64:
-        most = max(most, 16)
-        for columns in (16, 32, 64, 128):
+        rows = max(most, 16)
+        for columns, warps in ((16, 1), (16, 2), (32, 2), (32, 4), (64, 4), (128, 4), (128, 8)):
             for depth in (64, 128, 256):
-                for stages in (3, 4, 6):
-                    if 24 << 10 <= (most + columns) * depth * 2 * stages <= 200 << 10 and columns * depth <= 16384:
-                        yield Tile("stream", most, columns, depth, 2 if columns == 16 else 4, stages)
+                for stages in (2, 3, 4, 5, 6):
+                    if (
+                        16 << 10 <= (rows + columns) * depth * 2 * (stages - 1) <= 200 << 10
+                        and columns * depth <= 16384
+                    ):
+                        yield Tile("stream", rows, columns, depth, warps, stages, early=True)
         for columns in (64, 128):
-            yield Tile("tall", most, columns, 128, 4, 4)
+            yield Tile("tall", rows, columns, 128, 4, 4)
     else:
         for rows, columns in ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256), (256, 128)):
-            for stages in (3, 4, 5):
-                warps = 8 if rows * columns >= 16384 else 4
-                for halves in (False, True) if rows * columns >= 32768 else (False,):
-                    yield Tile("tall", rows, columns, 64, warps, stages, halves=halves)
+            for stages in (3, 4, 5, 6, 8):
+                for warps in (4, 8) if rows * columns == 8192 else (8 if rows * columns > 8192 else 4,):
+                    for halves in (False, True) if rows * columns >= 32768 else (False,):
+                        if (rows + columns) * 128 * stages <= tiles.SHARED:
+                            yield Tile("tall", rows, columns, 64, warps, stages, halves=halves)
         for columns in (128, 256):
             for stages in (3, 4):
                 yield Tile("tall", 128, columns, 64, 4, stages, specialised=True)
@@ -92,42 +136,70 @@ def dense_candidates(most: int) -> Iterator[Tile]:
 
 def affine_candidates(most: int) -> Iterator[Tile]:
     if most <= 64:
-        for rows in {most, 8} if most <= 16 else {most}:
-            for columns, warps in ((16, 1), (16, 2), (32, 2), (32, 4), (64, 4), (128, 4), (128, 8)):
-                for stages in (2, 3, 5, 7):
-                    yield Tile("stream", rows, columns, 0, warps, stages)
+        for rows in dict.fromkeys((max(8, min(most, 32)), 8, 16)):
+            for columns in (16, 32, 64):
+                for stages in (2, 3, 4, 5):
+                    yield Tile("stream", rows, columns, 0, 4, stages, early=True)
     else:
-        for rows, columns, warps in ((64, 64, 4), (128, 64, 8), (64, 128, 8), (128, 128, 8), (256, 64, 8)):
+        for rows, columns, warps in ((64, 64, 4), (64, 64, 8), (128, 64, 8), (64, 128, 8), (128, 128, 8), (256, 64, 8)):
             for stages in (2, 3):
                 yield Tile("tall", rows, columns, 0, warps, stages)
 
 
-def fastest(
-    launch: Callable, weights: list, what: int, n: int, k: int, rows: int, candidates: Iterator[Tile]
-) -> tuple[Tile | None, float]:
-    """`launch(x, weight, what, residual, out, tile)` over the candidates: the best tile and its seconds."""
-    x = torch.randn(rows, k, device="cuda").bfloat16()
-    columns = n // 2 if what == GATED else n
-    out, first = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda"), None
-    best, least = None, float("inf")
+def fingerprint(x: torch.Tensor) -> tuple[int, int]:
+    """Of the bits of float32 x [rows, columns] and their places; sums that wrap around."""
+    bits = x.view(torch.int32).to(torch.int64)
+    place = torch.arange(1, bits.shape[1] + 1, device=x.device)
+    by_row = (bits * place).sum(1) * torch.arange(1, len(bits) + 1, device=x.device)
+    return int(bits.sum()), int(by_row.sum())
+
+
+def tried(launch: Callable, shape: Shape, weights: list, x: torch.Tensor, candidates: list[Tile]) -> list[Tile]:
+    """The candidates that can be launched and give every row the bits that most of them give it."""
+    found: dict[tuple[int, int], list[Tile]] = {}
+    columns = shape.n // 2 if shape.gated else shape.n
     for tile in candidates:
+        out = torch.full((len(x), columns), float("nan"), device="cuda")
         try:
-            exact = torch.empty(rows, columns, device="cuda")
-            launch(x, weights[0], what, None, exact, tile)
+            launch(x, weights[0], shape.what, None, out, tile)
             torch.cuda.synchronize()
-            first = exact if first is None else first
-            if not torch.equal(exact, first):
-                print(f"    other bits: {tile}", flush=True)
-                continue
-            took = timed([lambda w=w, tile=tile: launch(x, w, what, None, out, tile) for w in weights])
         except Exception as error:  # too much shared memory, or what this Triton cannot build
-            if "CUDA error" in str(error):
+            print(f"    not built: {tuple(tile)}: {type(error).__name__} {str(error)[:120]!r}", flush=True)
+            if "CUDA error" in str(error) or "illegal" in str(error):
                 raise
-            print(f"    not built: {tile}: {type(error).__name__} {str(error)[:80]!r}", flush=True)
             continue
-        if took < least:
-            best, least = tile, took
-    return best, least
+        found.setdefault(fingerprint(out), []).append(tile)
+    groups = sorted(found.values(), key=len, reverse=True)
+    for tile in (tile for group in groups[1:] for tile in group):
+        print(f"    other bits than {len(groups[0])} tiles give: {tuple(tile)}", flush=True)
+    return groups[0] if groups else []
+
+
+def fastest(
+    launch: Callable, shape: Shape, weights: list, x: torch.Tensor, candidates: list[Tile]
+) -> tuple[Tile, float] | None:
+    """Of `launch(x, weight, what, residual, out, tile)`: the best tile and its seconds; None where none can be run."""
+    columns = shape.n // 2 if shape.gated else shape.n
+    out = torch.empty(len(x), columns, dtype=torch.bfloat16, device="cuda")
+
+    def took(tile: Tile, seconds: float) -> float:
+        try:
+            return timed([lambda w=w: launch(x, w, shape.what, None, out, tile) for w in weights], seconds)
+        except Exception as error:
+            print(f"    not run: {tuple(tile)}: {type(error).__name__} {str(error)[:120]!r}", flush=True)
+            if "CUDA error" in str(error) or "illegal" in str(error):
+                raise
+            return float("inf")
+
+    sound = tried(launch, shape, weights, x, candidates)
+    brief = sorted((took(tile, 0.002), tile) for tile in sound)[:AGAIN]
+    if not brief:
+        return None
+    seconds, tile = min((took(tile, 0.02), tile) for _, tile in brief)
+    if tile.form == "stream" and len(candidates) > 1:
+        other = tile._replace(early=not tile.early)
+        seconds, tile = min((seconds, tile), (took(other, 0.02), other))
+    return (tile, seconds) if seconds < float("inf") else None
 
 
 def dense_weights(n: int, k: int) -> list[Dense]:
@@ -161,12 +233,45 @@ def rewrite(path: Path, dense: dict, affine: dict) -> None:
     path.write_text(source)
 
 
+def plan(kind: str, shape: Shape, rows: list[int], dry: bool) -> dict[int, list[Tile]]:
+    """For each place in MOST that is asked for, the tile in use and the others that it could be."""
+    plans = {}
+    for place, most in enumerate(MOST):
+        if most in rows and not (shape.few and most > 256):
+            use = use_of(kind, shape, most)
+            options = dense_candidates(most) if kind == "dense" else affine_candidates(most)
+            plans[place] = [use] if dry else [*dict.fromkeys([use, *options])]
+    return plans
+
+
+def use_of(kind: str, shape: Shape, most: int) -> Tile:
+    return tiles.dense(shape.n, shape.k, most) if kind == "dense" else tiles.affine(shape.n, shape.k, *FORMAT, most)
+
+
+def build(launch: Callable, shape: Shape, weight: Any, plans: dict[int, list[Tile]]) -> None:
+    """Every kernel that will be launched."""
+    columns = shape.n // 2 if shape.gated else shape.n
+    with compiled_only():
+        for place, candidates in plans.items():
+            x = torch.empty(rows_of(place), shape.k, dtype=torch.bfloat16, device="cuda")
+            for dtype in (torch.float32, torch.bfloat16):
+                out = torch.empty(len(x), columns, dtype=dtype, device="cuda")
+                for tile in candidates:
+                    launch(x, weight, shape.what, None, out, tile)
+
+
+def rows_of(place: int) -> int:
+    return min(MOST[place], MANY)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["dense", "affine"])
-    parser.add_argument("--models", default="4B,9B,27B,head", help=f"of {', '.join(MODELS)}")
-    parser.add_argument("--rows", default=",".join(map(str, MOST[:-1])) + ",4096", help="numbers of rows to tune for")
-    parser.add_argument("--seconds", type=float, default=540, help="stop after, and write what was found")
+    parser.add_argument("--models", default="9b,4b,27b", help=f"of {', '.join(SIZES)}")
+    parser.add_argument(
+        "--rows", default=",".join(map(str, MOST[:-1])) + f",{MANY}", help="numbers of rows to tune for"
+    )
+    parser.add_argument("--seconds", type=float, default=540, help="begin nothing after, and keep what was found")
     parser.add_argument("--output", type=Path, default=Path(tiles.__file__))
     parser.add_argument("--dry", action="store_true", help="time the tiles that are in use, and write nothing")
     args = parser.parse_args()
@@ -174,37 +279,46 @@ def main() -> None:
     copy, product = ceilings()
     print(f"copy {copy / 1e12:.2f} TB/s, 8192^3 bf16 {product / 1e12:.0f} TFLOP/s", flush=True)
     dense, affine = dict(tiles.DENSE), dict(tiles.AFFINE)
-    wanted = [int(rows) for rows in args.rows.split(",")]
-    shapes = [shape for model in args.models.split(",") for shape in MODELS[model]]
+    wanted = [MOST[-1] if int(rows) == MANY else int(rows) for rows in args.rows.split(",")]
+    every = dict.fromkeys(shape for model in args.models.split(",") for shape in shapes(SIZES[model]))
     for kind in ("dense", "affine") if args.only is None else (args.only,):
-        for n, k, gated in shapes:
-            weights = dense_weights(n, k) if kind == "dense" else affine_weights(n, k)
-            launch = linear.dense if kind == "dense" else affine_module.affine
-            found = []
-            for place, most in enumerate(MOST):
-                rows = min(most, 4096)
-                use = tiles.dense(n, k, most) if kind == "dense" else tiles.affine(n, k, *FORMAT, most)
-                if rows not in wanted or time.perf_counter() > until:
-                    found.append(use)
-                    continue
-                options = dense_candidates(most) if kind == "dense" else affine_candidates(most)
-                options = iter([use]) if args.dry else dict.fromkeys([use, *options])
-                tile, took = fastest(launch, weights, GATED if gated else PLAIN, n, k, rows, options)
-                if tile is not None and tile.form == "stream" and not args.dry:
-                    both = iter([tile, tile._replace(early=not tile.early)])
-                    tile, took = fastest(launch, weights, GATED if gated else PLAIN, n, k, rows, both)
-                found.append(tile or use)
-                size = n * k * (2 if kind == "dense" else 36 / 64) + 2 * rows * (k + n // (2 if gated else 1))
-                print(
-                    f"{kind} {n}x{k} {rows:5d} rows {took * 1e6:8.1f} us  {size / took / copy:5.0%} of the copy"
-                    f"  {2 * rows * n * k / took / 1e12:5.0f} TFLOP/s  {place}: {tuple(found[-1])}",
-                    flush=True,
-                )
-            (dense if kind == "dense" else affine)[(n, k) if kind == "dense" else (n, k, *FORMAT)] = tuple(found)
-            del weights
-            torch.cuda.empty_cache()
-            if not args.dry:
-                rewrite(args.output, dense, affine)
+        for shape in every:
+            if time.perf_counter() < until:
+                found = tune(kind, shape, plan(kind, shape, wanted, args.dry), copy, until)
+                key = (shape.n, shape.k) if kind == "dense" else (shape.n, shape.k, *FORMAT)
+                (dense if kind == "dense" else affine)[key] = found
+                if not args.dry:
+                    rewrite(args.output, dense, affine)
+            else:
+                print(f"{kind} {shape.n}x{shape.k}: no time was left", flush=True)
+
+
+def tune(kind: str, shape: Shape, plans: dict[int, list[Tile]], copy: float, until: float) -> tuple[Tile, ...]:
+    """A tile for each of MOST: the fastest, or the one in use where none was timed."""
+    began = time.perf_counter()
+    weights = dense_weights(shape.n, shape.k) if kind == "dense" else affine_weights(shape.n, shape.k)
+    launch = linear.dense if kind == "dense" else affine_module.affine
+    build(launch, shape, weights[0], plans)
+    built, found = time.perf_counter() - began, [use_of(kind, shape, most) for most in MOST]
+    for place, candidates in plans.items():
+        x = torch.randn(rows_of(place), shape.k, device="cuda").bfloat16()
+        if time.perf_counter() > until or (best := fastest(launch, shape, weights, x, candidates)) is None:
+            print(f"{kind} {shape.n}x{shape.k} {len(x):5d} rows: as it was, {tuple(found[place])}", flush=True)
+            continue
+        found[place], took = best
+        bytes_read = shape.n * shape.k * (2 if kind == "dense" else FORMAT[0] / 8 + 4 / FORMAT[1])
+        moved = bytes_read + 2 * len(x) * (shape.k + shape.n // (2 if shape.gated else 1))
+        print(
+            f"{kind} {shape.n}x{shape.k} {len(x):5d} rows {took * 1e6:8.1f} us  {moved / took / copy:5.0%} of the copy"
+            f"  {2 * len(x) * shape.n * shape.k / took / 1e12:5.0f} TFLOP/s  {tuple(found[place])}",
+            flush=True,
+        )
+    print(
+        f"  ({kind} {shape.n}x{shape.k}: {time.perf_counter() - began:.1f} s, of it building {built:.1f})", flush=True
+    )
+    del weights
+    torch.cuda.empty_cache()
+    return tuple(found)
 
 
 if __name__ == "__main__":

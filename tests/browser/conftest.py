@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from lab import ARTIFACTS, Notebook, restored
+
+from tests.patience import LONG, patient, until
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -36,11 +38,11 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory):
-    """A running JupyterLab: `.url`, `.root` (its files)."""
+    """A running JupyterLab: `.url`, `.root` (its files), `.signals` (those of `scripted`)."""
     home = tmp_path_factory.mktemp("lab")
     folders = {name: home / name.lower() for name in (
         "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "JUPYTERLAB_SETTINGS_DIR",
-        "JUPYTERLAB_WORKSPACES_DIR", "FILES",
+        "JUPYTERLAB_WORKSPACES_DIR", "SCRIPTED_SIGNALS", "FILES",
     )}  # fmt: skip
     for folder in folders.values():
         folder.mkdir(mode=0o700)
@@ -59,31 +61,33 @@ def lab(tmp_path_factory):
         )  # fmt: skip
     try:
         url = started(server, folders["JUPYTER_RUNTIME_DIR"], home / "lab.log")
-        yield SimpleNamespace(url=url, root=folders["FILES"])
+        yield SimpleNamespace(url=url, root=folders["FILES"], signals=folders["SCRIPTED_SIGNALS"])
     finally:
         server.terminate()
-        server.wait(20)
+        server.wait(LONG)
 
 
 def started(server, runtime: Path, log: Path) -> str:
     """The server's address, once it has one."""
-    for _ in range(300):
-        for info in runtime.glob("jpserver-*.json"):
-            try:
-                return f"http://127.0.0.1:{json.loads(info.read_text())['port']}"
-            except (ValueError, KeyError):
-                pass  # half written
+
+    def address() -> str | None:
         assert server.poll() is None, log.read_text()
-        time.sleep(0.1)
-    raise AssertionError(f"JupyterLab did not start\n{log.read_text()}")
+        for info in runtime.glob("jpserver-*.json"):
+            with contextlib.suppress(ValueError, KeyError):  # half written
+                return f"http://127.0.0.1:{json.loads(info.read_text())['port']}"
+        return None
+
+    return until(address)
 
 
 @pytest.fixture(scope="session")
 def browser():
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    patient()
+    expect.set_options(timeout=1e3 * LONG)
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=1e3 * LONG)
         yield chromium
         chromium.close()
 
@@ -104,7 +108,7 @@ def complaints():
 def page(lab, browser, asked, complaints):
     """One page with JupyterLab open for all tests: a notebook opens in it in a second, a new Lab takes four."""
     page = browser.new_page(viewport={"width": 1240, "height": 1000})
-    page.set_default_timeout(15_000)
+    page.set_default_timeout(1e3 * LONG)
     page.on("request", lambda request: asked.append(request.url))
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)

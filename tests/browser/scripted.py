@@ -1,13 +1,15 @@
 """A run without an engine: scripted protocol events, folded into a record in real time by a thread.
 
-`handle(name)` gives what `tfmagic.client` would give for a run; the scenarios are `SCENARIOS`. Run as a program it
-writes a page that shows every scenario's panel in light and dark and at 600 px: `python scripted.py gallery OUT.html`.
+`Handle(name)` gives what `tfmagic.client` would give for a run; the scenarios are `SCENARIOS`. It may be held until a
+test has seen what it wants to see, however slow the page is: see `HELD`. Run as a program it writes a page that shows
+every scenario's panel in light and dark and at 600 px: `python scripted.py gallery OUT.html`.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import sys
 import threading
@@ -174,11 +176,21 @@ def scenario(name: str) -> tuple[Run, Iterator[Timed]]:
 SCENARIOS = ("warm", "cold", "two", "four", "plain", "long", "failed")
 
 
-class Handle:
-    """A run's handle, as `tfmagic.client` gives it, over a script. `speed` divides every wait."""
+HELD = {
+    protocol.Prepared: "queued", protocol.Encoded: "encode", protocol.First: "prefill", protocol.Finished: "decoding",
+}  # fmt: skip
+"""The phase that an event ends. A phase that is held goes on until the file `go-PHASE` is there, and behind the last
+one that is held everything happens at once."""
+SIGNALS = Path(os.environ.get("SCRIPTED_SIGNALS", "."))
+"""The folder of such files."""
 
-    def __init__(self, name: str, speed: float = 1.0):
+
+class Handle:
+    """A run's handle, as `tfmagic.client` gives it, over a script. `speed` divides every wait; `hold`: phases."""
+
+    def __init__(self, name: str, speed: float = 1.0, hold: tuple[str, ...] = ()):
         self.record, self._events = scenario(name)
+        self._hold = hold
         self.version = 0
         self.asked = None
         """When `cancel` was called, seconds since the submission."""
@@ -202,7 +214,7 @@ class Handle:
 
     def _play(self) -> None:
         for wait, event in self._events:
-            if self._cancelled.wait(wait / self._speed):
+            if self._wait(HELD.get(type(event)), wait / self._speed):
                 break
             if isinstance(event, protocol.Done):
                 event.ms = 1e3 * (time.time() - self.record.created)
@@ -210,11 +222,31 @@ class Handle:
         if not self.record.finished:
             self._fold(protocol.Done("", "stopped", 1e3 * (time.time() - self.record.created)))
 
+    def _wait(self, phase: str | None, seconds: float) -> bool:
+        """Until the event that ends `phase` is due; True: the run was cancelled."""
+        while phase in self._hold and not (SIGNALS / f"go-{phase}").exists():
+            if self._cancelled.wait(0.01):
+                return True
+        hurry = self._hold and (SIGNALS / f"go-{self._hold[-1]}").exists()
+        return self._cancelled.wait(0 if hurry else seconds)
+
     def _fold(self, event: protocol.Event) -> None:
         with self._change:
             self.record.apply(event)
             self.version += 1
             self._change.notify_all()
+
+
+def tell_when_heard() -> None:
+    """Make the file `heard` once the kernel has heard the page of a panel through the control comm."""
+    from tfmagic.views import live
+
+    def look():
+        while not any(panel.heard for panel in [*live._open.values()]):
+            time.sleep(0.01)
+        (SIGNALS / "heard").touch()
+
+    threading.Thread(target=look, daemon=True).start()
 
 
 def state_after(name: str, events: int | None = None) -> dict:

@@ -134,7 +134,7 @@ def test_there_is_no_panel_where_no_page_runs_the_cell():
     """nbclient would save the widget's state into the notebook."""
     cell = nbformat.v4.new_code_cell("from tfmagic.views import live; print(live.available())")
     book = nbformat.v4.new_notebook(cells=[cell])
-    NotebookClient(book, kernel_name="python3", timeout=60).execute()
+    NotebookClient(book, kernel_name="python3", timeout=600).execute()
     assert book.cells[0].outputs[0].text == "False\n"
     assert live.available() is False, "nor outside a kernel"
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import scripted
 
+from tests.patience import LONG, until
 from tfmagic.views import frames, live
 
 PAGE = """<!doctype html><style>%s</style><main></main><script type="module">
@@ -42,6 +43,7 @@ def told():
 def alone(browser, told):
     """A page with the panel of the scenario's beginning."""
     page = browser.new_page(viewport={"width": 900, "height": 700})
+    page.set_default_timeout(1e3 * LONG)
     style = live.Path(live.__file__).with_name("live.css").read_text()
     module = live.Path(live.__file__).with_name("live.js").read_text()
     page.set_content(PAGE % (style, scripted.literal(module), scripted.literal(told.first)))
@@ -117,8 +119,13 @@ def test_a_silent_kernel_is_told(alone, told):
     clock = alone.locator(".tfm-head .tfm-dim").inner_text()
     alone.wait_for_timeout(400)
     assert alone.locator(".tfm-head .tfm-dim").inner_text() == clock, "the clock stands"
-    tell(alone, [{"seq": told.frames[11]["seq"], "elapsed": 700.0}])
-    alone.wait_for_selector(".tfm-says", state="hidden")
+
+    def hears() -> bool:  # where the page stands still for long behind a word, the kernel is silent again
+        tell(alone, [{"seq": told.frames[11]["seq"], "elapsed": 700.0}])
+        shown(alone)
+        return alone.locator(".tfm-says").is_hidden()
+
+    until(hears)
 
 
 def test_stop_without_a_kernel_to_reach_is_a_widget_message(alone, told):
@@ -275,7 +282,7 @@ def test_the_card_takes_the_place_where_no_notebook_can_be_reached(alone, told):
     alone.evaluate(
         "() => { values.card = {html: '<p id=card>card</p>', text: 'card', widget: 'w'}; tell('change:card') }"
     )
-    alone.wait_for_selector("#card", timeout=4000)
+    alone.wait_for_selector("#card")
     assert alone.locator(".tfm").count() == 0
     alone.evaluate("() => cleanup()")
     assert alone.evaluate("() => sent.at(-1).op") == "gone"

@@ -7,7 +7,7 @@ import struct
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfmagic.engine.checkpoint import Checkpoint
@@ -215,7 +215,7 @@ def test_a_tensor_that_no_memory_holds(empty):
         _ = Checkpoint(empty.path).tensors()["model.language_model.a"]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_damage_is_a_refusal_or_harmless(folder, data):
     name = data.draw(st.sampled_from(["config.json", "model.safetensors"]))

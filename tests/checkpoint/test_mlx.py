@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -263,7 +263,7 @@ JSON = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200)
 @given(a=JSON, b=JSON)
 def test_whatever_config_says_is_read_or_refused_in_a_line(small, a, b):
     say(small, quantization=a, text_config={"quantization_config": b})
@@ -274,7 +274,7 @@ def test_whatever_config_says_is_read_or_refused_in_a_line(small, a, b):
         assert "\n" not in refusal.problem and len(refusal.problem) < 500
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_damage_to_packed_weights_is_a_refusal_or_harmless(small, data):
     path = small.path / "model.safetensors"

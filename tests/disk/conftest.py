@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.patience import LONG
 from tfmagic.engine.cache.disk import Disk, Limits
 from tfmagic.engine.cache.key import prefixes
 from tfmagic.engine.cache.store import Kept, size
@@ -56,7 +57,7 @@ class Shelf:
         disk = self.disk(limits, **facts)
         for kept in states:
             disk.offer(digest(kept), kept)
-            assert disk.flush(10)
+            assert disk.flush(LONG)
         return disk
 
     def files(self) -> list[Path]:
@@ -68,7 +69,7 @@ def shelf(tmp_path):
     shelf = Shelf(tmp_path / "states")
     yield shelf
     for disk in shelf.open:
-        disk.close(10)
+        disk.close(LONG)
 
 
 def find(disk: Disk, kept: Kept, more: int = 1, above: int = 0) -> Kept | None:

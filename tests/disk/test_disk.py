@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.patience import LONG, until
 from tfmagic.engine.cache import directory, disk, segments
 from tfmagic.engine.cache.directory import STALE
 from tfmagic.engine.cache.disk import Limits
@@ -22,7 +23,7 @@ from .conftest import FREELY, MIB, digest, find, same, state
 
 def test_round_trip_after_a_restart(shelf):
     short, long = state(64), state(192)
-    shelf.kept(short, long).close(10)
+    shelf.kept(short, long).close(LONG)
     again = shelf.disk()
     assert same(find(again, long), long) and same(find(again, long, more=500), long)
     assert same(find(again, short), short), "a prompt that parts early finds the shorter one"
@@ -63,7 +64,7 @@ def test_a_file_carried_into_another_namespace_is_refused(shelf):
     kept = state(64)
     shelf.kept(kept)
     other = shelf.disk(code="two")
-    other.flush(10)
+    other.flush(LONG)
     target = other.directory.path / shelf.files()[0].name
     target.write_bytes(shelf.files()[0].read_bytes())
     assert find(other, kept) is None and "another model or build" in shelf.lines[-1] and not target.exists()
@@ -196,7 +197,7 @@ def test_foreign_files_are_left_alone(shelf):
         (here.directory.path / name).write_text("mine")
         (shelf.base / name).write_text("mine")
     again = shelf.disk()
-    assert again.flush(10) and same(find(again, kept), kept) and again.clear() == 1
+    assert again.flush(LONG) and same(find(again, kept), kept) and again.clear() == 1
     for name in names:
         assert (here.directory.path / name).exists() and (shelf.base / name).exists()
 
@@ -217,12 +218,12 @@ def test_a_full_disk_loses_nothing_and_the_next_state_is_written(shelf, monkeypa
 
     monkeypatch.setattr(os, call, full)
     here.offer(digest(b), b)
-    assert here.flush(10) and here.counts.failed == 1
+    assert here.flush(LONG) and here.counts.failed == 1
     assert shelf.lines[-1] == "states on disk could not be written: No space left on device"
     monkeypatch.setattr(os, call, real)
     assert not list(shelf.base.rglob("*.part")) and find(here, b) is None and same(find(here, a), a)
     here.offer(digest(b), b)
-    assert here.flush(10) and same(find(here, b), b)
+    assert here.flush(LONG) and same(find(here, b), b)
 
 
 def test_a_strange_dtype_is_not_written_and_the_writer_lives(shelf):
@@ -238,11 +239,11 @@ def test_a_vanished_directory_is_a_line_and_not_made_again(shelf, tmp_path):
     shelf.base.rename(tmp_path / "away")
     assert find(here, a) is None and "is gone" in shelf.lines[-1]
     here.offer(digest(b), b)
-    assert here.flush(10) and not shelf.base.exists() and here.held() == [] and len(shelf.lines) == 1
+    assert here.flush(LONG) and not shelf.base.exists() and here.held() == [] and len(shelf.lines) == 1
     (tmp_path / "away").rename(shelf.base)
     assert same(find(here, a), a), "it has come back"
     here.offer(digest(b), b)
-    assert here.flush(10) and same(find(here, b), b)
+    assert here.flush(LONG) and same(find(here, b), b)
 
 
 def test_a_directory_that_came_back_as_another_is_taken_up(shelf, tmp_path):
@@ -250,9 +251,9 @@ def test_a_directory_that_came_back_as_another_is_taken_up(shelf, tmp_path):
     here = shelf.kept(a)
     here.directory.path.rename(tmp_path / "away")
     other = shelf.disk()
-    assert other.flush(10) and find(here, a) is None
+    assert other.flush(LONG) and find(here, a) is None
     here.offer(digest(a), a)
-    assert here.flush(10) and same(find(other, a), a)
+    assert here.flush(LONG) and same(find(other, a), a)
 
 
 def test_a_read_only_directory_still_reads(shelf, monkeypatch):
@@ -269,7 +270,7 @@ def test_a_read_only_directory_still_reads(shelf, monkeypatch):
     again = shelf.disk()
     b = state(64, first=3)
     again.offer(digest(b), b)
-    assert again.flush(10) and same(find(again, a), a) and find(again, b) is None
+    assert again.flush(LONG) and same(find(again, a), a) and find(again, b) is None
     assert any("Read-only file system" in line for line in shelf.lines)
 
 
@@ -302,35 +303,31 @@ def test_a_base_that_is_a_file_is_refused(shelf):
 def test_a_namespace_that_is_a_link_is_not_followed(shelf, tmp_path):
     here = shelf.disk()
     name = here.namespace
-    here.close(10)
+    here.close(LONG)
     shelf.base.joinpath(name, "facts.json").unlink(missing_ok=True)
     shelf.base.joinpath(name).rmdir()
     (tmp_path / "elsewhere").mkdir()
     shelf.base.joinpath(name).symlink_to(tmp_path / "elsewhere")
     again = shelf.disk()
     again.offer(digest(state(64)), state(64))
-    assert again.flush(10) and not list((tmp_path / "elsewhere").iterdir()) and "cannot be kept" in shelf.lines[-1]
+    assert again.flush(LONG) and not list((tmp_path / "elsewhere").iterdir()) and "cannot be kept" in shelf.lines[-1]
 
 
 def test_the_writer_waits_for_runs_to_end_but_not_for_long(shelf, monkeypatch):
-    monkeypatch.setattr(disk, "PATIENCE", 1.0)
+    monkeypatch.setattr(disk, "PATIENCE", LONG)
     a, b = state(64), state(64, first=3)
     here = shelf.disk()
-    assert here.flush(10)
+    assert here.flush(LONG)
     here.offer(digest(a), a)
     time.sleep(0.2)
     assert not shelf.files(), "the run that saves it goes on"
     here.working(False)
-    deadline = time.monotonic() + 5
-    while not shelf.files() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert len(shelf.files()) == 1
+    until(lambda: len(shelf.files()) == 1, LONG / 2)
+    monkeypatch.setattr(disk, "PATIENCE", 1.0)
     began = time.monotonic()
     here.offer(digest(b), b)
-    while len(shelf.files()) < 2 and time.monotonic() < began + 10:
-        here.working(True)
-        time.sleep(0.005)
-    assert 0.9 < time.monotonic() - began < 5
+    until(lambda: here.working(True) or len(shelf.files()) == 2)
+    assert time.monotonic() - began > 0.9
 
 
 def test_what_waits_is_bounded_by_bytes(shelf, monkeypatch):
@@ -341,22 +338,18 @@ def test_what_waits_is_bounded_by_bytes(shelf, monkeypatch):
 
     def slow(fd):
         entered.set()
-        assert gate.wait(10)
+        assert gate.wait(LONG)
         real(fd)
 
     here = shelf.disk()
-    deadline = time.monotonic() + 10
-    while not (here.directory.path / "facts.json").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until((here.directory.path / "facts.json").exists)
     monkeypatch.setattr(os, "fsync", slow)
-    started = time.monotonic()
-    for kept in states:
+    for kept in states:  # offering never waits for the writer, which stands at the gate
         here.offer(digest(kept), kept)
     here.working(False)
-    assert time.monotonic() - started < 1, "offering never waits for the writer"
-    assert here.counts.skipped == 3 and not here.flush(0.05) and entered.wait(5)
+    assert here.counts.skipped == 3 and not here.flush(0.05) and entered.wait(LONG)
     gate.set()
-    assert here.flush(10) and here.counts.written == 2
+    assert here.flush(LONG) and here.counts.written == 2
 
 
 def test_what_waits_is_found_and_not_once_it_is_cleared(shelf, monkeypatch):
@@ -365,18 +358,18 @@ def test_what_waits_is_found_and_not_once_it_is_cleared(shelf, monkeypatch):
 
     def slow(fd):
         entered.set()
-        assert gate.wait(10)
+        assert gate.wait(LONG)
         real(fd)
 
     monkeypatch.setattr(os, "fsync", slow)
     here.offer(digest(kept), kept)
     here.working(False)
-    assert entered.wait(10) and find(here, kept) is kept and kept.source == "ram"
+    assert entered.wait(LONG) and find(here, kept) is kept and kept.source == "ram"
     assert find(here, replace(kept, key=(*kept.key[:-1], 0))) is None
     here.clear()
     assert find(here, kept) is None
     gate.set()
-    assert here.flush(10) and find(here, kept) is None
+    assert here.flush(LONG) and find(here, kept) is None
 
 
 def test_the_writer_lets_go_of_what_it_wrote(shelf):
@@ -388,12 +381,8 @@ def test_the_writer_lets_go_of_what_it_wrote(shelf):
     here = shelf.disk()
     here.offer(digest(kept), kept)
     del kept
-    assert here.flush(10)
-    deadline = time.monotonic() + 5
-    while gone() is not None and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.01)
-    assert gone() is None
+    assert here.flush(LONG)
+    until(lambda: gc.collect() >= 0 and gone() is None)
 
 
 @pytest.mark.parametrize("large", [0, 1 << 60])
@@ -420,7 +409,7 @@ def test_close_finishes_what_waits_and_takes_no_more(shelf):
     here = shelf.disk()
     for kept in states[:3]:
         here.offer(digest(kept), kept)
-    here.close(10)
+    here.close(LONG)
     here.offer(digest(states[3]), states[3])
     again = shelf.disk()
     assert [find(again, kept) is not None for kept in states] == [True, True, True, False]
@@ -501,11 +490,11 @@ def test_only_what_is_asked_for_is_written(shelf):
     spilling = shelf.disk(Limits(learned=None, spilled=1 << 30, free=0))
     spilling.offer(digest(a), a)
     spilling.evicted(digest(b), b)
-    assert spilling.flush(10) and [path.suffix for path in shelf.files()] == [".spilled"]
+    assert spilling.flush(LONG) and [path.suffix for path in shelf.files()] == [".spilled"]
     assert same(find(spilling, b), b) and find(spilling, a) is None
     learning = shelf.disk()
     learning.evicted(digest(a), a)
-    assert learning.flush(10) and len(shelf.files()) == 1 and same(find(learning, b), b)
+    assert learning.flush(LONG) and len(shelf.files()) == 1 and same(find(learning, b), b)
 
 
 # Cleaning ----------------------------------------------------------------------------------------
@@ -520,7 +509,7 @@ def test_old_namespaces_of_this_model_are_removed(shelf):
             for path in (*disk.directory.path.iterdir(), disk.directory.path):
                 os.utime(path, (long_ago, long_ago))
         if facts != {"code": "in use"}:
-            disk.close(10)
+            disk.close(LONG)
             os.close(disk.directory._held)
             disk.directory._held = os.open(os.devnull, os.O_RDONLY)
     here = shelf.kept(kept)
@@ -552,7 +541,7 @@ def test_held_and_clear(shelf):
     assert all(file.bytes == file.path.stat().st_size for file in here.held())
     assert here.clear() == 3 and here.held() == [] and find(here, a) is None
     here.offer(digest(a), a)
-    assert here.flush(10) and same(find(here, a), a)
+    assert here.flush(LONG) and same(find(here, a), a)
 
 
 def test_looking_is_no_use(shelf):
@@ -573,13 +562,13 @@ def test_clear_while_a_state_is_written_leaves_nothing(shelf, monkeypatch):
 
     def slow(fd):
         entered.set()
-        assert gate.wait(10)
+        assert gate.wait(LONG)
         real(fd)
 
     monkeypatch.setattr(os, "fsync", slow)
     here.offer(digest(kept), kept)
     here.offer(digest(waiting), waiting)
     here.working(False)
-    assert entered.wait(10) and here.clear() == 1
+    assert entered.wait(LONG) and here.clear() == 1
     gate.set()
-    assert here.flush(10) and shelf.files() == []
+    assert here.flush(LONG) and shelf.files() == []

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.engine.conftest import GREEDY, SEEDED, Bench, picture_prompt, pictures, text_prompt, tiny
+from tests.patience import LONG
 from tfmagic import attach, cli, client, magics
 from tfmagic.engine import open as opening
 from tfmagic.engine.cache.disk import Limits
@@ -37,7 +38,7 @@ class Shelved(Bench):
     def run(self, *args, **kwargs):
         run = super().run(*args, **kwargs)
         assert run.status == "done", run.error
-        assert self.disk.flush(10)
+        assert self.disk.flush(LONG)
         return run
 
 
@@ -129,7 +130,7 @@ def test_a_state_that_does_not_restore_is_forgotten_and_said(tiny, shelf):
     path = shelf.files()[0]
     path.unlink()
     bench.disk.offer(bytes.fromhex(path.name.split("-")[0]), found)
-    assert bench.disk.flush(10)
+    assert bench.disk.flush(LONG)
     run = bench.run(prompt)
     assert (run.cached_tokens, run.cache_source) == (0, None) and "could not be restored" in run.note
     assert tokens(run) == cold and "does not take it" in shelf.lines[-1]
@@ -141,7 +142,7 @@ def test_a_cold_run_neither_reads_nor_writes(tiny, shelf):
     bench = Shelved(tiny, shelf)
     bench.submit(prompt, cache=False)
     bench.drain()
-    assert bench.disk.flush(10) and not shelf.files()
+    assert bench.disk.flush(LONG) and not shelf.files()
 
 
 def test_what_is_kept_where(tiny, shelf):
@@ -150,7 +151,7 @@ def test_what_is_kept_where(tiny, shelf):
     places, states = shelves(bench.engine.store)
     assert [(place.where, place.states) for place in places] == [("ram", 1), ("disk", 1)]
     assert [(state.where, state.rows) for state in states] == [("ram", 128), ("disk", 128)]
-    assert all(abs(state.made - time.time()) < 60 and state.bytes > 0 for state in states)
+    assert all(abs(state.made - time.time()) < 600 and state.bytes > 0 for state in states)
     assert states[0].label == states[1].label and places[1].directory == str(shelf.base)
     done = bench.engine.clear()
     bench.engine.step()
@@ -210,7 +211,7 @@ def test_off_opens_no_disk_and_on_says_what_it_does(tmp_path):
         model, "cpu", Settings(learn_conversations=True, learn_dir=str(tmp_path / "s")), print, said.append
     )
     assert "looking at the states on disk" in said and (tmp_path / "s").stat().st_mode & 0o777 == 0o700
-    on.close(5)
+    on.close(LONG)
     (tmp_path / "open").mkdir(mode=0o755)
     with pytest.raises(Refusal, match="chmod 700"):
         opening.open(model, "cpu", Settings(spill_gib=1.0, learn_dir=str(tmp_path / "open")), print)

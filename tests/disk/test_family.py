@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.engine.conftest import GOLDEN, picture_prompt, text_prompt
+from tests.patience import LONG
 from tfmagic.engine import families
 from tfmagic.engine.cache.key import prefixes
 from tfmagic.engine.cache.store import Kept, size
@@ -48,7 +49,7 @@ def resumed(model, prompt, kept: Kept):
 def test_text_resumes_from_disk_as_it_was_kept(tiny, shelf, rows, at):
     prompt = text_prompt([(7 * i) % 240 for i in range(rows)])
     logits, kept = cold(tiny, prompt, at)
-    shelf.kept(kept).close(10)
+    shelf.kept(kept).close(LONG)
     found = shelf.disk().find(prefixes(prompt.key[:-1], GRAIN), prompt.key)
     assert same(found, kept)
     again, state = resumed(tiny, prompt, found)

@@ -7,16 +7,35 @@ import pytest
 from tests.engine.conftest import GOLDEN, GREEDY, SEEDED, Bench, text_prompt
 from tfmagic.engine import families
 from tfmagic.engine.cache import namespace
-from tfmagic.engine.checkpoint import Checkpoint
+from tfmagic.engine.checkpoint import Checkpoint, resolve
 
-from .test_engine import Shelved, ids, tokens
+from .conftest import FREELY
 
 pytestmark = pytest.mark.gpu
 
 
-def test_after_a_restart_resumed_is_cold_on_the_gpu(shelf):
-    model = families.load(Checkpoint(GOLDEN), "cuda:0")
-    prompt = text_prompt(ids(300))
+class Shelved(Bench):
+    """A bench whose engine keeps states on disk; each one is an engine after a restart."""
+
+    def __init__(self, model, shelf):
+        super().__init__(model)
+        self.disk = self.engine.store.disk = shelf.disk(FREELY)
+
+    def run(self, *args, **kwargs):
+        run = super().run(*args, **kwargs)
+        assert run.status == "done", run.error
+        assert self.disk.flush(10)
+        return run
+
+
+def tokens(run):
+    return [stream.token_ids for stream in run.streams]
+
+
+@pytest.mark.parametrize(("form", "kv"), [("exact", "bf16"), ("bf16", "bf16"), ("bf16", "fp8")])
+def test_after_a_restart_resumed_is_cold_on_the_gpu(shelf, form, kv):
+    model = families.load(Checkpoint(resolve(None) if form == "bf16" else GOLDEN), "cuda:0", form=form, kv=kv)
+    prompt = text_prompt([(7 * i * i + 3 * i) % 240 for i in range(300)])
     for sampling in (GREEDY, SEEDED):
         cold = Bench(model).run(prompt, sampling, streams=2)
         first = Shelved(model, shelf).run(prompt, sampling, streams=2)

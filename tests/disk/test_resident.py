@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.patience import patient, until
 from tfmagic.client import connect
 from tfmagic.engine.resident import place
 
@@ -22,6 +23,7 @@ GREEDY = {"temperature": 0, "max_tokens": 8}
 
 @pytest.fixture
 def where(monkeypatch):
+    patient()
     path = Path(tempfile.mkdtemp(prefix="tfm-", dir="/tmp"))
     monkeypatch.setenv("TFMAGIC_RUNTIME_DIR", str(path))
     here = place.Place(path)
@@ -30,14 +32,11 @@ def where(monkeypatch):
     shutil.rmtree(path)
 
 
-def wait_for_states(engine, count: int = 1):
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        held = engine.cache()
-        if held.shelves[1].states >= count:
-            return held
-        time.sleep(0.02)
-    raise AssertionError("nothing was written")
+def wait_for_states(engine, count: int):
+    """Until the engine has written so many to disk since it started."""
+    until(lambda: engine.cache().shelves[1].counts["written"] >= count)
+    time.sleep(0.2)  # for the writer to let go of the last one
+    return engine.cache()
 
 
 @pytest.mark.slow
@@ -51,12 +50,11 @@ def test_a_conversation_with_a_picture_resumes_from_disk_after_a_restart(where, 
         again = [{"role": "user", "content": [picture, QUESTION]}, {"role": "assistant", "content": first.text}]
         second = {"messages": again, "system": SYSTEM, **GREEDY}
         cold = engine.run("And the colour?", **second, cache="off")
-        held = wait_for_states(engine)
+        held = wait_for_states(engine, 2)  # behind the system text and behind the picture
         assert held.shelves[1].directory == str(tmp_path / "states") and held.states[-1].where == "disk"
         assert held.states[-1].label == "chat “kites”, turn 1"
     os.kill(where.engine(), signal.SIGKILL)
-    while where.engine() is not None:
-        time.sleep(0.01)
+    until(lambda: where.engine() is None)
     with connect(**options) as engine:
         assert engine.cache().shelves[0].states == 0
         resumed = engine.run("And the colour?", **second)
@@ -72,6 +70,7 @@ def test_a_conversation_with_a_picture_resumes_from_disk_after_a_restart(where, 
         again[0]["content"] = [other, QUESTION]
         different = engine.run("And the colour?", **second)
         assert different.tower_calls == 1, "another picture is computed"
+        wait_for_states(engine, 1)
         held = engine.cache(clear=True)
         assert [shelf.states for shelf in held.shelves] == [0, 0]
         assert engine.run("And the colour?", **second).cache_source is None
@@ -85,7 +84,9 @@ def test_what_memory_has_no_room_for_comes_back_from_disk(where, tmp_path):
         first = engine.run("A " + text, **GREEDY)
         for letter in "BCD":
             engine.run(f"{letter} {text}", **GREEDY)
-        wait_for_states(engine)
+        evicted = engine.status().cache_counts["evicted"]
+        assert evicted
+        wait_for_states(engine, evicted)
         back = engine.run("A " + text, **GREEDY)
         assert back.cache_source == "disk" and back.cached_tokens >= 64
         assert back.streams[0].token_ids == first.streams[0].token_ids

@@ -48,7 +48,7 @@ def alike(a, b) -> bool:
     return np.abs(a.logits - b.logits).max() < 1e-3 and (a.ids == b.ids).mean() > 0.9
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     kind=st.sampled_from(sorted(KINDS)),
     start=st.integers(0, 300),

@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -173,7 +173,7 @@ VALUES = st.one_of(
 KEYS = sorted([*config.READ - {"dflash_config"}, *config.OWN, "factor"])
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300)
 @given(st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3))
 def test_any_config_opens_or_is_refused_in_one_line(changes):
     c = copy.deepcopy(SMALL)
@@ -187,7 +187,7 @@ def test_any_config_opens_or_is_refused_in_one_line(changes):
         assert 2 <= read.block <= config.BLOCK and read.candidates <= read.guessed <= 80 and read.taps[-1] < 6
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30)
 @given(
     st.sampled_from(
         [{"head_dim": 4}, {"block_size": 2}, {"num_attention_heads": 2}, {"conv_group_size": 1}, {"selector_top_k": 1},

@@ -137,7 +137,7 @@ def test_packed_matrices_give_what_rounded_ones_give():
 @pytest.mark.parametrize("bits", [16, 4])
 def test_no_drafter_changes_a_token(write, bits):
     """The embedded model with a drafter of random weights, several streams."""
-    target = families.load(Checkpoint(resolve(None)), "cuda:0")
+    target = families.load(Checkpoint(resolve(None)), "cuda:0", form="bf16")
     vocab, hidden = target.embedding().shape
     fits = {"hidden_size": hidden, "vocab_size": vocab, "num_target_layers": target.depth, "head_dim": 64}
     c = changed(**fits | {"conv_group_size": 16, "intermediate_size": 768, "block_size": 8, "sliding_window": 64})

@@ -60,7 +60,7 @@ def alike(a, b, within: float = 1e-3) -> bool:
 PIECE = st.tuples(st.integers(0, 3), st.one_of(st.integers(1, 9), st.integers(10, 200)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     kind=st.sampled_from(sorted(KINDS)),
     starts=st.lists(st.integers(0, 300), min_size=4, max_size=4),

@@ -17,6 +17,8 @@ from tfmagic.engine.sampling import Sampling
 from tfmagic.engine.stream import Request
 from tfmagic.run import Run, Stream
 
+from .drafters import Clock
+
 GOLDEN = Path(__file__).parent.parent / "golden" / "qwen3_5_tiny"
 GREEDY = Sampling(
     max_tokens=24, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, draft="on", logprobs=0, stop=[],
@@ -101,6 +103,14 @@ def oracle(monkeypatch):
     monkeypatch.setattr("tfmagic.engine.drafting.copy.Copier", Oracle)
     monkeypatch.setattr(Oracle, "known", [])
     return Oracle.known
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock that tells what drafts take."""
+    clock = Clock()
+    monkeypatch.setattr("tfmagic.engine.drafting.drafting.time", clock)
+    return clock
 
 
 @pytest.fixture(scope="session")

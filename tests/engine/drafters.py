@@ -27,6 +27,26 @@ class Fixed(Curve):
         pass
 
 
+class Clock:
+    """What drafts take: for `time` in `engine.drafting.drafting`, so that nothing follows this machine's clock."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def slow(self, drafter, seconds: float) -> None:
+        """Let every batch of this drafter take so long."""
+        make = drafter.lattices
+
+        def lattices(asks):
+            self.now += seconds
+            return make(asks)
+
+        drafter.lattices = lattices
+
+
 class Context:
     """The tapped rows that were read, and the place of the first."""
 

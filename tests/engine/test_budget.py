@@ -34,7 +34,7 @@ def test_a_curve_is_timed_with_few_rounds_and_never_falls():
         return 5 + 3 * streams + 0.5 * rows - (2.0 if rows == 4 else 0)
 
     curve = Curve.timed(time_round)
-    assert len(calls) <= 18 and calls.count((16, 16)) == 1 and (16, 32) not in calls
+    assert len(calls) <= 20 and calls.count((1, 8)) == 3 and calls.count((16, 64)) == 1 and (16, 32) not in calls
     extra = curve.extra(1, np.arange(16))
     assert curve.serial(1) == 8.5 and (np.diff(extra) >= 0).all() and extra[-1] == 7.5
     assert curve.serial(16) == 61 and curve.extra(16, np.array([48]))[0] == pytest.approx(24)
@@ -42,11 +42,36 @@ def test_a_curve_is_timed_with_few_rounds_and_never_falls():
     assert Curve({1: {1: 9.0, 3: 13.0}, 16: {16: 50.0}}).extra(16, np.array([10]))[0] == pytest.approx(20)
     slow = []
     curve = Curve.timed(lambda *what: slow.append(what) or 300.0)  # a busy machine: the start does not wait
-    assert len(slow) == 3 and curve.serial(16) == 300 and curve.extra(1, np.array([10]))[0] == pytest.approx(6)
+    assert len(slow) == 4 and curve.serial(16) == 300 and curve.extra(1, np.array([10]))[0] == pytest.approx(6)
     for _ in range(budget.AT_LEAST):
         curve.learn(16, 16, 900.0)
         curve.learn(16, 26, 1000.0)
     assert curve.serial(16) == pytest.approx(900) and curve.serial(1) == 300
+
+
+def test_where_every_row_takes_its_time_few_streams_tell_of_many():
+    calls, noise = [], iter([0, 40, 0, 0, 90, 0, 0, 0, 70, 0, 0, 60, 0])
+
+    def time_round(streams, rows):
+        calls.append((streams, rows))
+        return 15 + 2.0 * streams + 3.0 * rows + next(noise)
+
+    curve = Curve.timed(time_round)
+    assert max(calls) == (4, 16) and len(calls) < 14
+    assert curve.serial(16) == pytest.approx(15 + 5 * 16) and curve.serial(2) == pytest.approx(25)
+    assert curve.extra(16, np.array([40]))[0] == pytest.approx(120)
+
+
+def test_what_rounds_taught_holds_for_about_as_many_streams():
+    curve = Curve({1: {1: 10.0, 2: 11.0, 16: 25.0}, 16: {16: 40.0, 64: 88.0}})
+    for rows, ms in ((16, 80.0), (26, 110.0)):
+        for _ in range(budget.AT_LEAST):
+            curve.learn(16, rows, ms)
+    assert [curve.serial(s) / CURVE.serial(s) for s in (16, 15, 8, 7, 1)] == pytest.approx([2, 2, 2, 1, 1])
+    assert curve.extra(12, np.array([10]))[0] == pytest.approx(30)
+    for _ in range(budget.AT_LEAST):
+        curve.learn(9, 9, CURVE.serial(9))
+    assert [curve.serial(s) / CURVE.serial(s) for s in (16, 15, 8, 7)] == pytest.approx([2, 1, 1, 1])
 
 
 def test_a_curve_follows_the_rounds_that_are_run():

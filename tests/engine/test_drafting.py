@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -176,9 +175,9 @@ DEAR = Fixed({1: {1: 20.0, 16: 170.0}, 16: {16: 160.0, 64: 640.0}})
 
 
 @pytest.mark.parametrize("streams", [1, 4])
-def test_drafts_that_do_not_pay_are_cut_and_then_not_made(tiny, drafted, streams):
+def test_drafts_that_do_not_pay_are_cut_and_then_not_made(tiny, drafted, clock, streams):
     bench, drafter = drafted(["noise"], curve=DEAR)
-    drafter.lattices = lambda asks, make=drafter.lattices: time.sleep(0.01) or make(asks)
+    clock.slow(drafter, 0.01)
     prompt, asked = text_prompt(ids(60)), replace(LONG, max_tokens=60, draft="tree")
     plain = serial(tiny, prompt, asked, streams)
     run = bench.run(prompt, asked, streams)
@@ -191,8 +190,9 @@ def test_drafts_that_do_not_pay_are_cut_and_then_not_made(tiny, drafted, streams
     assert len(drafter.batches) <= 4
 
 
-def test_drafts_that_pay_are_kept(tiny, drafted):
+def test_drafts_that_pay_are_kept(tiny, drafted, clock):
     bench, drafter = drafted(["right"], curve=DEAR)
+    clock.slow(drafter, 0.001)
     prompt, asked = text_prompt(ids(60)), replace(LONG, max_tokens=60, draft="block")
     plain = serial(tiny, prompt, asked)
     drafter.known.append(prompt.ids + plain.streams[0].token_ids)

@@ -15,7 +15,8 @@ def said(text):
     return [protocol.Message("user", [protocol.Text(text)])]
 
 
-def test_the_embedded_model_opens_and_tells_what_it_does():
+def test_the_embedded_model_opens_and_tells_what_it_does(monkeypatch):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=8 << 30))
     words = []
     opened = open_model(None, "auto", Settings(context=200), lambda event: None, words.append)
     assert opened.name == "embedded" and opened.context == 200 and words[-1] == "ready"

@@ -118,7 +118,10 @@ def test_states_kept_on_the_way_through_slices_are_those_of_other_slices(tiny, m
 
 @pytest.fixture(scope="module")
 def opened():
-    return open_model(None, "cpu", Settings(), lambda event: None)
+    """Every guess is verified, whatever rounds take here."""
+    opened = open_model(None, "cpu", Settings(), lambda event: None)
+    opened.engine.drafting.curve = None
+    return opened
 
 
 def shipped_prompt(opened, text):
@@ -190,6 +193,7 @@ print([run.stats["token_sha"] for run in runs], states.hexdigest())
 """
 
 
+@pytest.mark.timeout(1200)
 def test_fresh_processes_agree_whatever_their_threads(tmp_path):
     root = str(Path(__file__).parents[2])
     said = set()
@@ -197,7 +201,7 @@ def test_fresh_processes_agree_whatever_their_threads(tmp_path):
         env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
         source = PROCESS.format(root=root, threads=threads)
         done = subprocess.run(
-            [sys.executable, "-c", source], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", source], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, done.stderr
         said.add(done.stdout.strip())

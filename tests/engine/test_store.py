@@ -33,6 +33,7 @@ def test_marks_are_the_last_the_hinted_and_a_sparse_grid():
     assert marks(300, [], 256, 64) == []
     assert marks(2500, [], 0, 64) == [1024, 2048, 2496]
     assert marks(50, [10], 0, 64) == []
+    assert len(marks(262_144, [], 0, 64)) == 32
 
 
 def test_prefix_names_depend_on_all_that_went_before():

@@ -73,6 +73,19 @@ def test_what_is_taken_is_said(pool):
         held[2].reserve(3 * PAGE)
 
 
+def test_a_sequence_that_found_no_room_takes_none_and_may_try_again(pool):
+    one, other = State(pool), State(pool)
+    one.reserve(5 * PAGE)
+    pool.table[other.slot.index] = one.pages[0].index  # as a sequence before may have left it
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="7 pages"):
+            other.reserve(3 * PAGE)
+    assert not other.pages and pool.free_pages == 2
+    one.pages = []
+    other.reserve(3 * PAGE)
+    assert pool.table[other.slot.index, :3].tolist() == [page.index for page in other.pages]
+
+
 def test_a_named_state_comes_back_from_host_memory(pool):
     state = begun(pool, 2 * PAGE + 64)
     tensors = dict(state.named().items())

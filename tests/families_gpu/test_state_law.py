@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from tfmagic.engine.families.qwen3_5.gpu.fields import Fields
+from tfmagic.engine.families.qwen3_5.gpu.graphs import Graphs
+from tfmagic.engine.sampling import Draw, draw
+
 from ..families.conftest import straight
 from .conftest import GREEDY, SEEDED, Reply, cold, ids_of, rounds, same
 
@@ -52,6 +56,58 @@ def test_a_mark_copied_late_is_untouched_by_the_decoding_since(model):
         rounds(model, [reply])
     for mark, view in kept.items():
         same(view.named(), cold(model, ids[:mark])[1].named())
+
+
+def test_marks_that_the_device_has_no_room_for_wait_in_host_memory(model, monkeypatch):
+    marks = [64, 128, 192, 256]
+    monkeypatch.setattr(model.pool, "plan", replace(model.pool.plan, views=2 * model.pool.view_bytes))
+    state = model.new_state()
+    _, kept = model.prompt_pass(state, ids_of(300), {}, straight(300), marks)
+    assert [view.here for view in kept.values()] == [False, False, True, True]
+    for mark, view in kept.items():
+        named = view.named()
+        same(named, cold(model, ids_of(mark))[1].named())
+        assert model.restore(named, mark).rows == mark
+
+
+def test_what_is_on_its_way_to_the_device_is_not_written_over(model, monkeypatch):
+    """Passes follow each other without a word to the host: it may be ahead of the device."""
+    on_the_way: dict[Fields, torch.Tensor] = {}
+    plain, captured = (Fields.send, Fields.wait, Fields.receive), Graphs.captured
+
+    def send(fields):
+        assert fields not in on_the_way
+        on_the_way[fields] = fields._host.clone()
+        plain[0](fields)
+
+    def arrived(fields):
+        assert torch.equal(on_the_way.pop(fields, fields._host), fields._host)
+
+    def wait(fields):
+        arrived(fields)
+        plain[1](fields)
+
+    def receive(fields):
+        for one in [*on_the_way]:
+            arrived(one)
+        plain[2](fields)
+
+    def capture(graphs, launch):
+        on_the_way.clear()  # it waits
+        return captured(graphs, launch)
+
+    for name, method in (("send", send), ("wait", wait), ("receive", receive)):
+        monkeypatch.setattr(Fields, name, method)
+    monkeypatch.setattr(Graphs, "captured", capture)
+    states = [model.new_state() for _ in range(2)]
+    for low in range(0, 192, 64):  # as a reply is settled
+        for state, seed in zip(states, (1, 2)):
+            model.prompt_pass(state, ids_of(192, seed=seed)[low : low + 64], {}, straight(192)[:, low : low + 64], [])
+    assert on_the_way
+    replies = [Reply(state, 192, 7) for state in states]
+    for _ in range(3):
+        rounds(model, replies)
+    assert not on_the_way
 
 
 def test_a_pass_must_start_on_the_grain(model):
@@ -156,7 +212,31 @@ def test_logits_and_taps_come_of_the_rows_walked(tiny):
     assert torch.equal(outcome.taps, torch.cat([o.taps for o in alone])) and outcome.taps.shape == (3, 128)
 
 
+def test_layers_tapped_already_change_nothing_that_was_made(tiny):
+    row, state, _ = cold(tiny, ids_of(40))
+    tiny.tap([1])
+    try:
+        rounds(tiny, [Reply(state, 40, int(row.argmax()))])
+        made = tiny.graphs.count
+        tiny.tap([1])
+        outcome = rounds(tiny, [Reply(state, 41, 3)])[0]
+        assert tiny.graphs.count == made and outcome.taps.shape == (1, 64)
+    finally:
+        tiny.tap([])
+
+
 def test_what_is_timed_leaves_nothing_behind(tiny):
     free = tiny.pool.free_pages, tiny.pool.free_slots
     assert tiny.time_round(3, 7) > 0
     assert (tiny.pool.free_pages, tiny.pool.free_slots) == free
+
+
+def test_first_tokens_are_drawn_as_the_host_draws(tiny):
+    logits, _, _ = cold(tiny, ids_of(70))
+    hot = [replace(SEEDED, top_k=k, top_p=p, min_p=m) for k, p, m in ((0, 1.0, 0.0), (5, 0.9, 0.0), (0, 0.8, 0.1))]
+    draws = [Draw(by, seed, 70) for by in (GREEDY, *hot) for seed in (3, 2**63 - 1)]
+    assert tiny.draw(logits, draws) == [draw(logits.numpy(), *by) for by in draws]
+    assert tiny.draw(logits, draws[:1] * 3) == [int(logits[: GREEDY.size].argmax())] * 3
+    logits[5] = float("nan")
+    with pytest.raises(FloatingPointError, match="not finite"):
+        tiny.draw(logits, draws)

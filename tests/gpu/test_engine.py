@@ -1,4 +1,5 @@
-"""The shipped model on a GPU: the promises hold there too, and it says what it says on the CPU."""
+"""The shipped model on a GPU, opened with its drafter: the promises hold there too, in both forms, and the exact one
+says what it says on the CPU."""
 
 from __future__ import annotations
 
@@ -34,9 +35,9 @@ def picture() -> bytes:
 class Box:
     """An opened model and the records of its runs."""
 
-    def __init__(self, device: str):
+    def __init__(self, device: str, form: str = "exact"):
         self.runs: dict[str, Run] = {}
-        self.opened = open_model(None, device, Settings(), lambda event: self.runs[event.run].apply(event))
+        self.opened = open_model(None, device, Settings(form=form), lambda event: self.runs[event.run].apply(event))
 
     def submit(self, text: str, image: bytes | None = None, streams: int = 1, cache: bool = True, **params) -> Run:
         images = {hashlib.sha256(image).hexdigest(): image} if image else {}
@@ -60,14 +61,9 @@ class Box:
             pass
 
 
-@pytest.fixture(scope="module")
-def gpu() -> Box:
-    return Box("cuda:0")
-
-
-@pytest.fixture(scope="module")
-def cpu() -> Box:
-    return Box("cpu")
+@pytest.fixture(scope="module", params=["bf16", "exact"])
+def gpu(request) -> Box:
+    return Box("cuda:0", request.param)
 
 
 SEEDED = {"temperature": 0.8, "seed": 3, "max_tokens": 60}
@@ -93,7 +89,8 @@ def test_concurrent_is_solo(gpu):
     assert edit.status == "done"
 
 
-def test_the_gpu_says_what_the_cpu_says(gpu, cpu):
+def test_the_gpu_says_what_the_cpu_says():
+    gpu, cpu = Box("cuda:0"), Box("cpu")
     asks = [(EDIT, None), (STORY, None), ("What is 17 + 25?", None), ("How many red circles are there?", picture())]
     for text, image in asks:
         assert gpu.run(text, image).streams[0].token_ids == cpu.run(text, image).streams[0].token_ids, text

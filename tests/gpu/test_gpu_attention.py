@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.gpu.told import near, same
 from tests.kernels_gpu.cases import Draws, Paged, chain, cuts, ints, packed, path_to, planned, tree
 from tfmagic.kernels.gpu import attention, tower
 from tfmagic.kernels.gpu.packing import Prompts, Windows
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 SHAPES = {"27B": (24, 4, 256), "9B": (16, 4, 256), "embedded": (4, 2, 64), "Gemma": (32, 4, 512)}
-CLOSE = {"atol": 0.01, "rtol": 0.02}  # probabilities are rounded to bf16
+CLOSE = 0.02, 0.01  # probabilities are rounded to bf16
 
 
 def on_cpu(x):
@@ -51,14 +52,15 @@ def test_prompts_agree_with_the_twin_and_may_be_cut(name, window, fp8):
     out = attention.prompt_attention(q, held.pages, held.table, prompts, window=window)
     host = on_cpu(q), on_cpu(held.pages), held.table.cpu(), on_cpu(prompts)
     said = attention.prompt_attention_twin(*host, d**-0.5, window, torch.empty_like(host[0]))
-    torch.testing.assert_close(out.cpu().float(), said.float(), **CLOSE)
+    near(out.cpu(), said, *CLOSE, "beside the twin")
     for seed in range(8):
         places = cuts(1500, seed)
         for start, end in zip(places, [*places[1:], 1500]):
             both = torch.cat([q[1500:1506], q[start:end]])
             two = plan([(1, 64, 6), (0, start, end - start)])
             part = attention.prompt_attention(both, held.pages, held.table, two, window=window)
-            assert torch.equal(part[6:], out[start:end]) and torch.equal(part[:6], out[1500:1506]), (start, end)
+            same(part[6:], out[start:end], f"cut at {places}, rows {start} to {end}")
+            same(part[:6], out[1500:1506], f"the neighbour of rows {start} to {end}")
 
 
 def run(held, q, rows, slots, committed, windows, window=0):
@@ -82,7 +84,8 @@ def test_a_window_row_is_the_same_alone_in_a_chain_and_in_a_tree(name, window, f
     together = run(held, q, rows, slots, starts, windows, window)
     host = on_cpu(q), on_cpu(rows), on_cpu(held.pages), held.table.cpu(), slots.cpu(), starts.cpu(), on_cpu(windows)
     said = attention.round_attention_twin(*host, d**-0.5, window, torch.empty_like(host[0]))
-    torch.testing.assert_close(together.cpu().float(), said.float(), **CLOSE)
+    for s, n in enumerate(committed):
+        near(together[s].cpu(), said[s], *CLOSE, f"stream {s}, behind {n} rows, beside the twin")
     assert not together[0, 1:].any()
     for s, parents in enumerate(trees):
         leaf = max((path_to(parents, row) for row in range(len(parents))), key=len)
@@ -91,12 +94,12 @@ def test_a_window_row_is_the_same_alone_in_a_chain_and_in_a_tree(name, window, f
             wide = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, room - len(leaf))) for x in at]
             out = run(held, wide[0], held.rows(*wide[1:]), slots[s : s + 1].clone(), starts[s : s + 1].clone(),
                       planned([chain(len(leaf))], room, DEVICE), window)  # fmt: skip
-            assert torch.equal(out[0, : len(leaf)], together[s, leaf]), (s, room)
+            same(out[0, : len(leaf)], together[s, leaf], f"stream {s}, a chain of {len(leaf)} in {room}")
         for i, row in enumerate(leaf):
             mine = [x[:, i : i + 1].contiguous() for x in at]
             stored, place = held.rows(*mine[1:]), tensor(committed[s] + i)
             out = run(held, mine[0], stored, tensor(s), place, planned([[-1]], 1, DEVICE), window)
-            assert torch.equal(out[0, 0], together[s, row]), (s, row)
+            same(out[0, 0], together[s, row], f"stream {s}, row {row} after {i} commits")
             layered = [Rows(*(None if x is None else x[None] for x in y)) for y in (stored, held.pages)]
             commit(*layered, held.table, tensor(s), place, tensor(0).view(1, 1), tensor(1))
 
@@ -123,7 +126,7 @@ def test_a_graph_serves_every_length():
     for to, new in zip(windows, planned([tree(8, 1), chain(8), tree(3, 2), []], 8, DEVICE)):
         to.copy_(new)
     graph.replay()
-    assert torch.equal(out, call())
+    same(out, call())
 
 
 @pytest.mark.parametrize(("heads", "d"), [(16, 72), (4, 32)])
@@ -132,7 +135,7 @@ def test_pictures_are_the_same_beside_any_other(heads, d):
     q, k, v = Draws(d, DEVICE)(sum(lengths), 3, heads, d).unbind(1)
     out = tower.tower_attention(q, k, v, tensor(*lengths))
     said = tower.tower_attention_twin(q.cpu(), k.cpu(), v.cpu(), ints(*lengths), torch.empty(q.shape).bfloat16())
-    torch.testing.assert_close(out.cpu().float(), said.float(), **CLOSE)
+    near(out.cpu(), said, *CLOSE, "beside the twin")
     for rows in torch.arange(len(q), device=DEVICE).split(lengths):
         alone = tower.tower_attention(*(x[rows] for x in (q, k, v)), tensor(len(rows)))
-        assert torch.equal(alone, out[rows])
+        same(alone, out[rows], f"a picture of {len(rows)} rows")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.gpu.told import near, parted, same
 from tests.kernels_gpu.cases import Draws, chain, cuts, ints, mixer, mixer_rows, packed, path_to, planned, tree
 from tfmagic.kernels.gpu import conv, delta
 from tfmagic.kernels.gpu.conv import Heads, Inputs
@@ -31,10 +32,20 @@ def layer(heads, *shape, seed=0):
     return mixer(heads, device=DEVICE), mixer_rows(heads, *shape, seed=seed, device=DEVICE)
 
 
-def far(one, other):
-    """The difference's length beside the other's."""
+def like(one, other, most, *facts):
+    """The difference is short beside the other."""
     one, other = one.double().cpu(), other.double().cpu()
-    return float((one - other).norm() / other.norm())
+    assert float((one - other).norm() / other.norm()) < most, parted(one, other, *facts)
+
+
+def inputs_like(x, said):
+    for name, one, other in zip(x._fields, x, said):
+        near(one.cpu(), other, 0.01, 2e-3, "beside the twin", name)
+
+
+def inputs_same(x, expected, *facts):
+    for name, one, other in zip(expected._fields, x, expected):
+        same(one, other, *facts, name)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -46,14 +57,14 @@ def test_prompts_agree_with_the_twins_and_may_be_cut(name):
     x = conv.convolve(m, a, b, past, weights, heads, plan)
     said = conv.inputs((70 + rows,), heads, "cpu")
     conv.convolve_twin(m.cpu(), a.cpu(), b.cpu(), past.cpu(), host(weights), heads, host(plan), said)
-    for one, other in zip(x, said):
-        torch.testing.assert_close(one.cpu().float(), other.float(), atol=2e-3, rtol=0.01)
+    inputs_like(x, said)
     states = states_of(3, heads)
     moved, twin_states = states.clone(), states.cpu()
     o, kept = delta.delta_chunks(x, moved, plan)
     twin = torch.empty_like(o, device="cpu"), torch.empty_like(kept, device="cpu")
     delta.delta_chunks_twin(host(x), twin_states, host(plan), *twin)
-    assert far(o, twin[0]) < 0.01 and far(moved[:2], twin_states[:2]) < 0.01 and far(kept, twin[1]) < 0.01
+    for what, one, other in (("o", o, twin[0]), ("states", moved[:2], twin_states[:2]), ("kept", kept, twin[1])):
+        like(one, other, 0.01, "chunks beside the twin", what)
     ends = past.clone()
     conv.advance(m, ends, plan)
     for seed in range(8):
@@ -64,15 +75,16 @@ def test_prompts_agree_with_the_twins_and_may_be_cut(name):
             own = slice(70 + start, 70 + end)
             both = [torch.cat([y[:70], y[own]]) for y in (m, a, b)]
             two = packed([(0, 64, 70), (2, start, end - start)], device=DEVICE)
-            part = conv.convolve(*both, running, weights, heads, two)
-            assert all(torch.equal(y[70:], z[own]) for y, z in zip(part, x))
+            part, cut = conv.convolve(*both, running, weights, heads, two), f"cut at {places}, rows {start} to {end}"
+            inputs_same([y[70:] for y in part], Inputs(*(z[own] for z in x)), cut)
             out, _ = delta.delta_chunks(part, now.clone() if end < rows else now, two)
-            assert torch.equal(out[70:], o[own])
+            same(out[70:], o[own], cut, "o")
             if end < rows:
                 now[2] = kept[end // 64 - 1]
             conv.advance(both[0], running, two)
             running[0] = past[0]
-        assert torch.equal(now[2], moved[1]) and torch.equal(running[2], ends[1])
+        same(now[2], moved[1], f"cut at {places}, the state")
+        same(running[2], ends[1], f"cut at {places}, the convolution's rows")
 
 
 def test_kept_states_are_those_of_a_shorter_prompt():
@@ -84,7 +96,7 @@ def test_kept_states_are_those_of_a_shorter_prompt():
     for i, rows in enumerate((64, 256)):
         short, moved = packed([(0, 0, rows)], device=DEVICE), states.clone()
         delta.delta_chunks(conv.convolve(m[:rows], a[:rows], b[:rows], past, weights, heads, short), moved, short)
-        assert torch.equal(moved[0], kept[i])
+        same(moved[0], kept[i], f"a prompt of {rows} rows")
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -100,25 +112,27 @@ def test_a_window_row_is_the_same_alone_in_a_chain_and_in_a_tree(name):
     said = conv.inputs((16, 16), heads, "cpu")
     rows = m.cpu(), a.cpu(), b.cpu(), past.cpu(), slots.cpu(), host(weights), heads, host(windows)
     conv.convolve_tree_twin(*rows, said)
-    for one, other in zip(x, said):
-        torch.testing.assert_close(one.cpu().float(), other.float(), atol=2e-3, rtol=0.01)
+    inputs_like(x, said)
     twin = torch.empty_like(o, device="cpu"), torch.empty_like(u, device="cpu")
     delta.delta_tree_twin(host(x), states.cpu(), slots.cpu(), host(windows), *twin)
-    assert far(o, twin[0]) < 0.005 and far(u, twin[1]) < 1e-5 and not o[15].any() and not o[0, 1:].any()
+    like(o, twin[0], 0.005, "a tree beside the twin, o")
+    like(u, twin[1], 1e-5, "a tree beside the twin, u")
+    assert not o[15].any() and not o[0, 1:].any()
     for s, parents in enumerate(trees[:-1]):
         for leaf in sorted(set(range(len(parents))) - set(parents))[-2:]:
             path, slot = path_to(parents, leaf), slots[s : s + 1].clone()
             n = len(path)
             part = Inputs(*(y[s : s + 1, path].contiguous() for y in x))
             out, updates = delta.delta_tree(part, states, slot, planned([chain(n)], n, DEVICE))
-            assert torch.equal(out[0], o[s, path]) and torch.equal(updates[0], u[s, path])
+            same(out[0], o[s, path], f"stream {s}, path {path} as a chain, o")
+            same(updates[0], u[s, path], f"stream {s}, path {path} as a chain, u")
             now, running = states.clone(), past.clone()
             for row in path:
                 one = [y[s : s + 1, row : row + 1] for y in (m, a, b)]
                 alone = conv.convolve_tree(*one, running, slot, weights, heads, planned([[-1]], 1, DEVICE))
-                assert all(torch.equal(y[0, 0], z[s, row]) for y, z in zip(alone, x))
+                inputs_same([y[0, 0] for y in alone], Inputs(*(z[s, row] for z in x)), f"stream {s}, row {row} alone")
                 out, update = delta.delta_tree(alone, now, slot, planned([[-1]], 1, DEVICE))
-                assert torch.equal(out[0, 0], o[s, row]), (s, row)
+                same(out[0, 0], o[s, row], f"stream {s}, row {row} of {path}, alone behind commits")
                 walk = slot, tensor(0).view(1, 1), tensor(1)
                 delta.delta_commit(now[None], alone.k[None], alone.decay[None], update[None], *walk)
                 conv.conv_commit(one[0][None], running[None], *walk)
@@ -128,7 +142,8 @@ def test_a_window_row_is_the_same_alone_in_a_chain_and_in_a_tree(name):
             steps = tensor(*(n if i == s else 0 for i in range(16)))
             delta.delta_commit(moved[None], x.k[None], x.decay[None], u[None], slots, walked, steps)
             conv.conv_commit(m[None], ends[None], slots, walked, steps)
-            assert torch.equal(moved, now) and torch.equal(ends, running)
+            same(moved, now, f"stream {s}, path {path}, committed at once, the states")
+            same(ends, running, f"stream {s}, path {path}, committed at once, the convolutions' rows")
 
 
 def test_a_graph_serves_every_tree():
@@ -149,4 +164,5 @@ def test_a_graph_serves_every_tree():
     for to, new in zip(windows, planned([tree(8, 1), chain(8), tree(3, 2), []], 8, DEVICE)):
         to.copy_(new)
     graph.replay()
-    assert all(torch.equal(x, y) for x, y in zip(out, call()))
+    for name, x, y in zip("ou", out, call()):
+        same(x, y, name)

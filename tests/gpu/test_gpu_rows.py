@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.gpu.told import near, same
 from tfmagic.engine.sampling import Sampling, draw
 from tfmagic.kernels import rotary
 from tfmagic.kernels.gpu import norm, pages
@@ -25,8 +26,8 @@ def random(*shape):
     return torch.randn(*shape, device="cuda")
 
 
-def close(out, ref):
-    return bool(((out.double() - ref.double()).abs() <= 2**-7 * ref.double().abs() + 1e-3).all())
+def close(out, ref, *facts):
+    near(out, ref, 2**-7, 1e-3, *facts)
 
 
 def rowwise(D):
@@ -53,12 +54,13 @@ def test_norms(name, D):
     x = (3 * random(300, D)).bfloat16()
     whole = f(x)
     if name != "gated_rms":
-        assert close(whole, twin(x))
+        close(whole, twin(x))
     else:
         n = norm.rms_twin(x.unflatten(1, (D // 128, 128)), torch.ones((), device="cuda"), 1e-6)
         assert (whole.float() - (n.flatten(1) * torch.nn.functional.silu(x.double())).float()).abs().mean() < 0.5
     for rows in ROWS:
-        assert torch.equal(f(x[:rows]), whole[:rows]) and torch.equal(f(x[30 : 30 + rows]), whole[30 : 30 + rows])
+        same(f(x[:rows]), whole[:rows], f"{rows} rows")
+        same(f(x[30 : 30 + rows]), whole[30 : 30 + rows], f"rows 30+{rows}")
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -76,29 +78,35 @@ def test_rows_are_stored_alike_in_windows_and_pages(fp8):
     q = norm_rope_write(*args, heads, into)
     expected = window(L)
     twin = norm_rope_write_twin(*args, heads, expected, None, None, None, torch.empty_like(q))
-    assert close(q, twin)
+    close(q, twin, "queries")
     if fp8:
-        assert torch.equal(raw(into.v), raw(expected.v)) and torch.equal(into.v_scale, expected.v_scale)
-        assert torch.allclose(into.k_scale, expected.k_scale, rtol=0.01)
+        same(raw(into.v), raw(expected.v), "values")
+        same(into.v_scale, expected.v_scale, "values' scales")
+        near(into.k_scale, expected.k_scale, 0.01, 1e-8, "keys' scales")
         again = pages.stored(qkv[:, -kv * d :].unflatten(1, (kv, d)).contiguous(), into.v.bfloat16(), True)
-        assert torch.equal(raw(again.k), raw(into.v)) and torch.equal(again.k_scale, into.v_scale)
+        same(raw(again.k), raw(into.v), "stored again")
+        same(again.k_scale, into.v_scale, "stored again, scales")
     else:
-        assert close(into.k, expected.k) and torch.equal(into.v, expected.v)
+        close(into.k, expected.k, "keys")
+        same(into.v, expected.v, "values")
     held, table = pages.pages(9, kv, d, fp8, "cuda"), torch.tensor([[0, 0], [7, 3]], dtype=torch.int32, device="cuda")
     slots = torch.ones(L, dtype=torch.int32, device="cuda")
     places = torch.arange(400, 400 + L, dtype=torch.int32, device="cuda")
-    assert torch.equal(norm_rope_write(*args, heads, held, table, slots, places), q)
+    same(norm_rope_write(*args, heads, held, table, slots, places), q, "into pages")
     page, place = table[1, places.long() // 512].long(), places.long() % 512
-    for x, y in zip(held, into):
-        assert x is None or torch.equal(raw(x)[page, :, place], raw(y))
+    for name, x, y in zip(held._fields, held, into):
+        if x is not None:
+            same(raw(x)[page, :, place], raw(y), "pages", name)
     for rows in (1, 5, 16):
         alone = window(rows)
         part = args[0][9 : 9 + rows], *args[1:4], cos[9 : 9 + rows], sin[9 : 9 + rows]
-        assert torch.equal(norm_rope_write(*part, heads, alone), q[9 : 9 + rows])
-        assert all(x is None or torch.equal(raw(x), raw(y)[9 : 9 + rows]) for x, y in zip(alone, into))
+        same(norm_rope_write(*part, heads, alone), q[9 : 9 + rows], f"{rows} rows")
+        for name, x, y in zip(alone._fields, alone, into):
+            if x is not None:
+                same(raw(x), raw(y)[9 : 9 + rows], f"{rows} rows", name)
     o = random(L, heads, d).bfloat16()
     gate = qkv[:, : 2 * heads * d].reshape(L, heads, 2 * d)[..., d:].double()
-    assert close(gated(o, qkv), (o.double() * torch.sigmoid(gate)).flatten(1))
+    close(gated(o, qkv), (o.double() * torch.sigmoid(gate)).flatten(1), "gated")
 
 
 def rules_of(R, size):
@@ -121,16 +129,21 @@ def test_draws_are_the_hosts(vocabulary):
     logits[3, 5], logits[4, 7] = float("nan"), float("inf")
     drawn = sample(logits, rules)
     host = Rules(*(x.cpu() for x in rules[:6]), size)
-    assert torch.equal(drawn.cpu(), sample_twin(logits.cpu(), host))
+    said = sample_twin(logits.cpu(), host)
+    wrong = [
+        f"row {r}: {int(drawn[r])} where {int(said[r])} was expected; its rules {[x[r].item() for x in host[:6]]}"
+        for r in (drawn.cpu() != said).nonzero().flatten().tolist()
+    ]
+    assert not wrong, "\n".join(wrong)
     for r in (0, 1, 8, 12, 33):
         one = [x[r].item() for x in host[:6]]
         said = Sampling(1, one[0], one[2], one[1], one[3], 0, "on", 0, [], frozenset(), size)
         assert int(drawn[r]) == draw(logits[r].cpu().numpy(), said, *map(int, one[4:]))
     for rows in (1, 2, 16, 17):
         part = Rules(*(x[8 : 8 + rows] for x in rules[:6]), size)
-        assert torch.equal(sample(logits[8 : 8 + rows], part), drawn[8 : 8 + rows])
+        same(sample(logits[8 : 8 + rows], part), drawn[8 : 8 + rows], f"{rows} rows")
     cold = rules._replace(temperature=torch.zeros_like(rules.temperature))
-    assert torch.equal(sample(logits, cold, greedy=True), sample(logits, cold))
+    same(sample(logits, cold, greedy=True), sample(logits, cold), "greedy")
 
 
 def test_a_graph_draws_the_same():
@@ -142,9 +155,9 @@ def test_a_graph_draws_the_same():
         sample(logits, rules, out)
     logits.copy_(random(16, 248320))
     graph.replay()
-    assert torch.equal(out, sample(logits, rules))
+    same(out, sample(logits, rules))
 
 
 def test_embeddings():
     table, ids = random(1000, 4096).bfloat16(), torch.tensor([3, 999, 0], dtype=torch.int32, device="cuda")
-    assert torch.equal(embed(ids, table), table[ids.long()])
+    same(embed(ids, table), table[ids.long()])

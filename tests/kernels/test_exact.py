@@ -15,7 +15,7 @@ from tfmagic.kernels import exact
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(FLOATS, min_size=1, max_size=40), st.integers(8, exact.WIDEST))
 def test_a_row_lands_on_one_grid_of_that_many_bits(values, bits):
     x = torch.tensor(values, dtype=torch.float32)[None]

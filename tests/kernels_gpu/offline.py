@@ -108,6 +108,19 @@ def typed(value: Any) -> tuple[str, bool]:
     return f"tensordesc<{TYPES[value.base.dtype]}{block}>", False
 
 
+def loops(sass: str) -> list[list[str]]:
+    """The instructions of each loop that holds no other."""
+    lines = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+ )?\s*(\S[^;]*);", sass)
+    places = {int(at, 16): i for i, (at, _) in enumerate(lines)}
+    found = []
+    for i, (_, op) in enumerate(lines):
+        target = re.search(r"^BRA.* 0x([0-9a-f]+)", op)
+        if target and places.get(int(target[1], 16), i) < i:
+            found.append((places[int(target[1], 16)], i))
+    inner = [(a, b) for a, b in found if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in found)]
+    return [[op for _, op in lines[a : b + 1]] for a, b in inner]
+
+
 def dump(option: str, path: str) -> str:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     return subprocess.run([tool, option, path], capture_output=True, text=True, check=True).stdout

@@ -69,6 +69,14 @@ def test_a_row_keeps_its_bits_in_any_company_and_form(bits, group):
         assert torch.equal(run(x[:rows], w, tile, dtype=f32)[::13], alone[: -(-rows // 13)]), tile
 
 
+@pytest.mark.parametrize("groups", [3, 16, 18, 31])
+def test_slices_of_any_number_of_steps(groups):
+    w = Affine(*stored(32, 32 * groups, 4, 32), 4, 32)
+    x = random(5, w.k).bfloat16()
+    found = [run(x, w, tile, dtype=torch.float32) for tile in (STREAM, TALL)]
+    assert close(found[0], affine_twin(x, w)) and torch.equal(*found)
+
+
 def test_public_functions_take_it():
     w = Affine(*stored(64, 128, 4, 64), 4, 64)
     x = random(3, 128).bfloat16()

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.kernels_gpu.offline import SHARED, Built, Launch, compiled, launches
+from tests.kernels_gpu.offline import SHARED, Built, Launch, compiled, launches, loops
 from tfmagic.kernels.gpu import affine as affine_module
 from tfmagic.kernels.gpu import linear, norm, pages, rope, sample, tiles
 from tfmagic.kernels.gpu.affine import Affine, affine
@@ -107,6 +107,20 @@ def test_affine_products(bits, group):
         for launch in affine_launches(n, k, bits, group, rows, tile):
             built = fits(launch, SPILL if rows > 16 else FRAME)
             assert "HGMMA" in built.sass or tile.form == "stream" or launch.kernel.__name__ == "_sums"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize(("n", "k"), [(34816, 5120), (16480, 5120), (5120, 17408)])
+def test_few_rows_of_an_affine_weight_keep_up_with_memory(n, k, rows):
+    """A warp's step of 16 columns and 256 inputs: at most 330 instructions, none of which moves numbers about. Memory
+    gives a processor's four quarters one such step each in some 530 cycles."""
+    tile = tiles.affine(n, k, 4, 64, rows)
+    (launch,) = affine_launches(n, k, 4, 64, rows, tile)
+    loop = max(loops(fits(launch).sass), key=len)
+    assert len(loop) * 16 <= 330 * tile.columns
+    assert not [op for op in loop if op.startswith(("SHFL", "STS", "PRMT", "LDL", "STL"))]
+    assert sum("LDG.E.128" in op for op in loop) == tile.columns // 8
 
 
 @pytest.mark.long

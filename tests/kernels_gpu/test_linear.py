@@ -7,7 +7,7 @@ import torch
 
 from tfmagic.kernels.gpu import linear as module
 from tfmagic.kernels.gpu import tiles
-from tfmagic.kernels.gpu.epilogue import GATED, GELU, GELU_TANH, PLAIN, finish_twin
+from tfmagic.kernels.gpu.epilogue import GATED, GELU, GELU_TANH, PLAIN, TURN, finish_twin
 from tfmagic.kernels.gpu.linear import Dense, dense, gate_up, interleave, linear, linear_twin, logits
 from tfmagic.kernels.gpu.tiles import Tile
 
@@ -80,7 +80,8 @@ def test_public_functions():
     x = random(6, 64).bfloat16()
     gate, up = random(40, 64, seed=1) / 8, random(40, 64, seed=2) / 8
     both = Dense(interleave(gate, up))
-    assert torch.equal(both.w[2::2], gate[1:].bfloat16()) and torch.equal(both.w[1::2], up.bfloat16())
+    parts = both.w.unflatten(0, (-1, 2, TURN)).transpose(0, 1).flatten(1, 2)
+    assert torch.equal(parts[0], gate.bfloat16()) and torch.equal(parts[1], up.bfloat16())
     g, u = (x.double() @ m.bfloat16().double().t() for m in (gate, up))
     assert close(gate_up(x, both), torch.nn.functional.silu(g) * u)
     w = Dense(gate)

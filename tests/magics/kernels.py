@@ -8,6 +8,8 @@ from typing import Any
 
 from jupyter_client import KernelManager
 
+from tests.patience import LONG, PATIENT
+
 
 class Cell:
     """A cell that was sent: its messages so far, by the newest content of each display."""
@@ -25,7 +27,7 @@ class Cell:
         """What a notebook would hold: mime bundles and streams, displays as they were updated last."""
         self.idle = False
 
-    def until(self, true, timeout: float = 20.0) -> Cell:
+    def until(self, true, timeout: float = LONG) -> Cell:
         """Read messages until `true(self)`."""
         deadline = time.monotonic() + timeout
         while not true(self):
@@ -37,7 +39,7 @@ class Cell:
                 continue
         return self
 
-    def done(self, timeout: float = 20.0) -> Cell:
+    def done(self, timeout: float = LONG) -> Cell:
         self.until(lambda cell: cell.idle, timeout)
         self.took = time.monotonic() - self.sent
         return self
@@ -83,7 +85,7 @@ class Kernel:
     """A kernel with the extension loaded. `prelude` runs first, also after a restart."""
 
     def __init__(self, prelude: str = "", **environment: str):
-        self.prelude = prelude + "\n%load_ext tfmagic"
+        self.prelude = f"{prelude}\n{PATIENT}%load_ext tfmagic"
         self.manager = KernelManager(kernel_name="python3")
         self.manager.start_kernel(env=environment)
         self._ready()
@@ -91,7 +93,7 @@ class Kernel:
     def _ready(self) -> None:
         self.client = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        self.client.wait_for_ready(timeout=LONG)
         cell = self.run(self.prelude)
         assert cell.error is None, cell.error
 
@@ -99,7 +101,7 @@ class Kernel:
         """Send a cell; `page`: as a page does that can draw widgets."""
         return Cell(self, code, page)
 
-    def run(self, code: str, timeout: float = 30.0, page: bool = False) -> Cell:
+    def run(self, code: str, timeout: float = LONG, page: bool = False) -> Cell:
         return self.start(code, page).done(timeout)
 
     def value(self, expression: str) -> Any:

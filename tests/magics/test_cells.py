@@ -9,6 +9,7 @@ import numpy
 import pytest
 from scripted_client import DIED, events
 
+from tests.patience import best
 from tfmagic import protocol
 from tfmagic.errors import EngineDied, EngineFailed, Interrupted, Refusal
 from tfmagic.run import Run
@@ -442,18 +443,24 @@ import sys, time
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
 before = set(sys.modules)
-start = time.process_time()  # of the processor, so that a busy machine does not matter
-shell.run_line_magic("load_ext", "tfmagic")
-took = 1e3 * (time.process_time() - start)
+
+def spent(work):
+    start = time.process_time()  # of the processor, so that a busy machine does not matter
+    work()
+    return 1e3 * (time.process_time() - start)
+
+slow = max(1, spent(lambda: sum(i * i % 7 for i in range(250_000))) / 20)  # as a slow one does not
+took = spent(lambda: shell.run_line_magic("load_ext", "tfmagic")) / slow
 heavy = {"torch", "ipywidgets", "anywidget", "PIL", "zmq", "numpy", "pandas", "huggingface_hub", "transformers"}
 print(took, sorted(heavy & (set(sys.modules) - before)))
 """
 
 
 def test_loading_is_light():
-    runs = [
-        subprocess.run([sys.executable, "-c", LOADING], capture_output=True, text=True, check=True).stdout.split(" ", 1)
-        for _ in range(3)
-    ]
-    assert all(heavy.strip() == "[]" for _, heavy in runs)
-    assert min(float(took) for took, _ in runs) < 50
+    def milliseconds() -> float:
+        loading = subprocess.run([sys.executable, "-c", LOADING], capture_output=True, text=True, check=True)
+        took, heavy = loading.stdout.split(" ", 1)
+        assert heavy.strip() == "[]"
+        return float(took)
+
+    best(milliseconds, 50)

@@ -10,19 +10,26 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.patience import patient
 from tfmagic import connect
+from tfmagic.engine.resident import launch
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+STEADY = Path(__file__).with_name("steady_engine.py")
 KEPT = [path for path in sorted(NOTEBOOKS.glob("*_*.ipynb")) if not path.stem.endswith(".executed")]
 
 
 @pytest.fixture
 def executed(tmp_path, monkeypatch):
     """The notebook after every cell has run, and what its cells printed."""
+    patient()
     monkeypatch.setenv("TFMAGIC_VIEW", "text")
+    monkeypatch.setattr(launch, "COMMAND", [str(STEADY)])
+    connect(restart=True).close()  # the notebook takes the engine that runs
     notebook = nbformat.read(NOTEBOOKS / "04_drafts.ipynb", as_version=4)
     resources = {"metadata": {"path": str(tmp_path)}}
-    client = NotebookClient(notebook, timeout=600, kernel_name="python3", store_widget_state=False, resources=resources)
+    options = {"timeout": 600, "startup_timeout": 300, "store_widget_state": False, "resources": resources}
+    client = NotebookClient(notebook, kernel_name="python3", **options)
     try:
         client.execute()
     finally:
@@ -32,6 +39,7 @@ def executed(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_notebook_runs_and_equal_text_is_shown_as_equal(executed):
     outputs, printed = executed
     rows = re.findall(r"^(off|on) +(\d) +\d+ +\d+ +([\d.]+) +[\d.]+   (\w{12})$", printed, re.M)

@@ -7,11 +7,13 @@ import re
 
 import pytest
 
+from tests.patience import patient
 from tfmagic import connect, demo
 
 
 @pytest.fixture
 def executed(tmp_path, monkeypatch, capsys):
+    patient()
     monkeypatch.setattr(demo, "_output_folder", lambda: tmp_path)
     try:
         code = demo.main()
@@ -23,6 +25,7 @@ def executed(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_quickstart_runs_and_saves_plain_results(executed):
     path, shown = executed
     assert "There are 2 red circles." in shown and "The star is green." in shown and "17 + 25 = 42." in shown

@@ -5,16 +5,12 @@ import io
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from PIL import Image
 
 from tfmagic.engine.checkpoint import Checkpoint, resolve
 from tfmagic.engine.families.qwen3_5 import images, positions
 from tfmagic.engine.prompt import ImageCache, Limits, TextSide, build
 from tfmagic.protocol import ImageRef, Message, Text
-
-settings.register_profile("busy machine", deadline=None)
-settings.load_profile("busy machine")
 
 
 class Family:

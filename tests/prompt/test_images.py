@@ -104,7 +104,7 @@ def test_other_bytes_than_announced(family):
 
 
 @given(width=st.integers(1, 300), height=st.integers(1, 300), kind=st.integers(0, 6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_header_gives_the_size(width, height, kind):
     format, options = [
         ("PNG", {}), ("PNG", {"compress_level": 0}), ("WEBP", {}), ("WEBP", {"lossless": True}),
@@ -133,9 +133,9 @@ def test_junk_and_fill_bytes_between_jpeg_segments(family):
 def test_a_jpeg_header_without_end_is_given_up_soon():
     for filler in (b"\xff\xd0", b"\xff", b"\0", b"\xff\xe0\0\2"):
         data = b"\xff\xd8\xff" + filler * (10 * 1024 * 1024 // len(filler))
-        started = time.perf_counter()
+        started = time.process_time()  # of the processor, so that a busy machine does not matter
         assert headers.size(data, "JPEG") is None
-        assert time.perf_counter() - started < 1
+        assert time.process_time() - started < 1.5
 
 
 # Limits ------------------------------------------------------------------------------------------
@@ -369,7 +369,7 @@ seeds = [
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow tells of what it mends
-@settings(max_examples=400, deadline=5000)
+@settings(max_examples=400)
 @given(st.sampled_from(seeds), st.data())
 def test_any_damage_is_an_image_or_a_refusal(checkpoint, seed, data):
     damaged = bytearray(seed)
@@ -379,7 +379,7 @@ def test_any_damage_is_an_image_or_a_refusal(checkpoint, seed, data):
     survives(damaged, checkpoint)
 
 
-@settings(max_examples=200, deadline=5000)
+@settings(max_examples=200)
 @given(st.sampled_from([b"", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF\0\0\0\0WEBPVP8 ", b"RIFF\0\0\0\0WEBPVP8L"]),
        st.binary(max_size=200))  # fmt: skip
 def test_any_bytes_are_an_image_or_a_refusal(checkpoint, magic, rest):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.bench.images import encoded, picture, plain
+from tests.patience import LONG
 from tfmagic.engine.families.qwen3_5 import images
 from tfmagic.engine.prompt.decode import decode
 from tfmagic.engine.prompt.images import ImageCache, Limits, prepare
@@ -22,7 +23,7 @@ from tfmagic.errors import Refusal
 from tfmagic.protocol import ImageRef
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     size=st.tuples(st.integers(1, 300), st.integers(1, 300)),
     patch=st.sampled_from([1, 7, 14, 16, 32]),
@@ -65,7 +66,7 @@ class Watched:
 
     def __init__(self, together: int):
         self.preprocessor = images.Preprocessor(least=4096, most=65536)
-        self.barrier, self.threads = threading.Barrier(together, timeout=20), set()
+        self.barrier, self.threads = threading.Barrier(together, timeout=LONG), set()
 
     def prepare(self, image):
         self.threads.add(threading.get_ident())

@@ -19,7 +19,9 @@ from tfmagic.protocol import ImageRef
 from .conftest import Family
 
 PILLOW = "13.0.0"
-SECONDS = 10
+SECONDS = 20
+"""Of the processor, so that a busy machine does not matter."""
+TRIES = 4
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,9 @@ def suite(request):
     archive = kept / f"pillow-{PILLOW}.tar.gz"
     if not archive.is_file():
         pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", str(kept)]
-        subprocess.run([*pip, f"pillow=={PILLOW}"], check=True, timeout=280)
+        for tries_left in reversed(range(TRIES)):  # a network may fail
+            if subprocess.run([*pip, f"pillow=={PILLOW}"], check=not tries_left).returncode == 0:
+                break
     folder = kept / f"pillow-{PILLOW}" / "Tests" / "images"
     if not folder.is_dir():
         with tarfile.open(archive) as tar:
@@ -39,7 +43,7 @@ def suite(request):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2400)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_every_picture_is_an_image_or_a_refusal(suite, checkpoint, record_property):
     limits, outcomes = Limits(), Counter()
@@ -49,7 +53,7 @@ def test_every_picture_is_an_image_or_a_refusal(suite, checkpoint, record_proper
         data = path.read_bytes()
         ref = ImageRef(hashlib.sha256(data).hexdigest(), path.name)
         family = Family(checkpoint.config["image_token_id"])
-        started = time.perf_counter()
+        started = time.process_time()
         try:
             (image,) = pictures.prepare([ref], {ref.digest: data}, family, limits, ImageCache())
             assert image.patches.shape == (image.tokens * 4, 1536)
@@ -57,7 +61,7 @@ def test_every_picture_is_an_image_or_a_refusal(suite, checkpoint, record_proper
         except Refusal as refusal:
             assert "\n" not in refusal.problem + refusal.fix and path.name in refusal.problem
             outcomes[reason(refusal.problem)] += 1
-        assert time.perf_counter() - started < SECONDS, path.name
+        assert time.process_time() - started < SECONDS, path.name
     for name, count in outcomes.items():
         record_property(name, count)
     print(dict(outcomes.most_common()))

@@ -43,7 +43,8 @@ def test_what_templates_use(source, text):
 
 
 def test_the_date():
-    assert render("{{ strftime_now('%Y') }}") == time.strftime("%Y")
+    before = time.strftime("%Y")
+    assert render("{{ strftime_now('%Y') }}") in (before, time.strftime("%Y"))
 
 
 @pytest.mark.parametrize(
@@ -70,10 +71,10 @@ def test_the_date():
     ],
 )  # fmt: skip
 def test_what_they_may_not(source, match):
-    started = time.perf_counter()
+    started = time.process_time()  # of the processor, so that a busy machine does not matter
     with pytest.raises(Refusal, match=match):
         render(source)
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 30
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import tfmagic.client
+from tests.patience import PATIENT, patient
 from tfmagic.engine.resident import launch, place
 
 FAKE = Path(__file__).with_name("fake_engine.py")
@@ -23,12 +24,33 @@ from tfmagic.engine.resident import launch
 launch.COMMAND = [{str(FAKE)!r}]
 import tfmagic.client
 from tfmagic.client import connect
-"""
+{PATIENT}"""
+
+
+class Gates:
+    """Where the scripted engine waits until a test lets it on; see `fake_engine.gate`."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def reached(self, name: str) -> bool:
+        return (self.folder / name).exists()
+
+    def open(self, name: str) -> None:
+        (self.folder / f"{name}.open").touch()
+
+
+@pytest.fixture
+def gates(tmp_path, monkeypatch):
+    """Those of an engine that is started after this: a model and a prompt named `gated` wait at them."""
+    monkeypatch.setenv("FAKE_GATES", str(tmp_path))
+    return Gates(tmp_path)
 
 
 @pytest.fixture
 def where(monkeypatch):
     """The place of this test's engine; whatever runs there in the end is ended."""
+    patient()
     path = Path(tempfile.mkdtemp(prefix="tfm-", dir="/tmp"))
     monkeypatch.setenv("TFMAGIC_RUNTIME_DIR", str(path))
     monkeypatch.setattr(launch, "COMMAND", [str(FAKE)])

@@ -2,8 +2,9 @@
 
 The prompt tells it what to do: `slow N` gives N tokens at 20 a second, `fast N` N tokens at once, `forever` tokens
 until it is stopped, `stubborn` even then, `refuse` is refused while it is prepared, `fail` fails as a run, `crash` ends
-the engine thread with an exception, `abort` the process, `misfit` emits an event of a stream that there is not; any
-other text comes back word by word. A model named `broken` raises, `missing` is refused, `slow` takes a second.
+the engine thread with an exception, `abort` the process, `misfit` emits an event of a stream that there is not,
+`gated` waits while it is prepared; any other text comes back word by word. A model named `broken` raises, `missing` is
+refused, `gated` waits while it is loaded. FAKE_GRACE: seconds that runs have to stop in when the engine ends.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import threading
 import time
 import types
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tfmagic.errors import Refusal
@@ -31,6 +33,14 @@ from tfmagic.protocol import (
     Restored,
 )
 from tfmagic.run import TTFT_PARTS, Picture, Round, Token
+
+
+def gate(name: str) -> None:
+    """Say that `name` is reached, and wait until the test says `name.open`."""
+    folder = Path(os.environ["FAKE_GATES"])
+    (folder / name).touch()
+    while not (folder / f"{name}.open").exists():
+        time.sleep(0.01)
 
 
 @dataclass
@@ -177,8 +187,8 @@ class Opened:
         text = "".join(part.text for part in parts if not isinstance(part, ImageRef))
         if text == "refuse":
             raise Refusal("The script refuses.", "Say something else.")
-        if text.startswith("prepare slowly"):
-            time.sleep(0.5)
+        if text == "gated":
+            gate("prepare")
         images, turns = [], []
         for message in messages:
             turns.append(f"{message.role}:")
@@ -199,9 +209,12 @@ class Opened:
 
 
 def open(model, device, settings, emit, progress) -> Opened:
+    from tfmagic.engine.resident import server
+
+    server.GRACE = float(os.environ.get("FAKE_GRACE", server.GRACE))
     progress("reading weights 1 of 2")
-    if model == "slow":
-        time.sleep(1.0)
+    if model == "gated":
+        gate("load")
     if model == "broken":
         print("the weights are upside down", file=sys.stderr, flush=True)
         raise OSError("no such tensor")

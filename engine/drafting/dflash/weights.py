@@ -115,16 +115,17 @@ def product(matrix: Tensor, bits: int) -> Product:
 
 def gated(gate: Tensor, up: Tensor, bits: int) -> Product:
     """silu(x · gateᵀ) · (x · upᵀ)."""
-    w = held(torch.stack([gate, up], 1).flatten(0, 1), bits)  # the rows of both in turn
-    if isinstance(w, Tensor):
+    if gate.dtype != torch.bfloat16:
+        w = held(torch.cat([gate, up]), bits)
 
         def run(x: Tensor) -> Tensor:
-            y = F.linear(x, w)
-            return F.silu(y[..., ::2]) * y[..., 1::2]
+            gates, ups = F.linear(x, w).chunk(2, -1)
+            return F.silu(gates) * ups
 
         return run
     from tfmagic.kernels.gpu import linear
 
+    w = held(linear.interleave(gate, up), bits)
     return lambda x: linear.gate_up(x.flatten(0, -2), w).view(*x.shape[:-1], w.n // 2)
 
 

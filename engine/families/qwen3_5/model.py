@@ -11,7 +11,7 @@ from torch import Tensor
 from tfmagic.errors import Refusal
 
 from ...drafting.draft import Outcome, Window, chain
-from ...sampling import Draw, walk
+from ...sampling import Draw, draw, walk
 from . import config, images, positions, state, tower, weights
 from .forward import Change, Forward
 from .state import State
@@ -130,16 +130,22 @@ class Model:
             raise ValueError(f"layers {layers} cannot be tapped in a model of {len(self.text.w.layers)}")
         self.text.taps = list(layers)
 
+    def draw(self, logits: Tensor, draws: list[Draw]) -> list[int]:
+        """The tokens that one row of logits, float32 [V], gives to streams that begin with it. Raises
+        FloatingPointError when the row is not finite."""
+        row = logits.cpu().numpy()
+        return [draw(row, *by) for by in draws]
+
     @torch.inference_mode()
     def round(self, states: list[State], windows: list[Window], draws: list[Draw]) -> list[Outcome]:
         """Verify one window a sequence, each at its state's end, in one pass that gives each what it gives alone; walk
         every window, and move every state along its walk. A pass that fails has moved no state."""
         logits, taps, change = self.text.round_pass(states, windows)
         rows, firsts, outcomes = logits.cpu().numpy(), change.plan.firsts, []
-        for first, window, draw in zip(firsts, windows, draws):
-            walked = walk(rows[first : first + len(window.ids)], window, draw)
+        for first, window, by in zip(firsts, windows, draws):
+            walked = walk(rows[first : first + len(window.ids)], window, by)
             here = [first + row for row in walked.rows]
-            wanted = rows[here] if draw.sampling.logprobs else None
+            wanted = rows[here] if by.sampling.logprobs else None
             outcomes.append(Outcome(walked, wanted, None if taps is None else taps[here]))
         began = time.perf_counter()
         self.text.commit(states, change, [outcome.walk.rows or [0] for outcome in outcomes])

@@ -7,7 +7,3 @@ The bits differ from the exact form's beside it; the row law holds all the same:
 from .model import Model
 
 __all__ = ["Model"]
-
-
-
-

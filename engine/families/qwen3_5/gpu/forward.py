@@ -132,9 +132,7 @@ class Forward:
             self.tap(tapped, i, x)
         return x, kept, tapped
 
-    def round(
-        self, f: dict[str, Tensor], out: dict[str, Tensor], taps: Tensor | None, size: int, greedy: bool
-    ) -> None:
+    def round(self, f: dict[str, Tensor], out: dict[str, Tensor], taps: Tensor | None, size: int, greedy: bool) -> None:
         """A round: f holds its windows and draws (see `rounds.fields`), `out` takes what was walked. States move along
         their walks. Logits stay in `space.logits`, tapped rows go to `taps` [S · R, taps · D]. `size`: ids at or beyond
         it are never drawn; `greedy`: every temperature is 0."""
@@ -182,8 +180,8 @@ class Forward:
         return linear(gate_up(rms(x, layer.after, self.t.eps), layer.up), layer.down, residual=x, out=x)
 
     def logits(self, x: Tensor, rows: Tensor) -> Tensor:
-        """float32 [n, V] of so many residual rows; rows int64 [n]."""
-        return logits(rms(x[rows], self.w.norm, self.t.eps), self.w.head)
+        """float32 [n, V] of so many residual rows; rows int32 or int64 [n]."""
+        return logits(rms(x.index_select(0, rows), self.w.norm, self.t.eps), self.w.head)
 
     def new_taps(self, rows: int) -> Tensor | None:
         if not self.taps:

@@ -6,7 +6,9 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,10 +28,12 @@ from .forward import Forward, Kept, Places
 from .graphs import Graphs
 from .plan import described, plan
 from .pool import KV, Plan, Pool, page_bytes, pages_for
-from .rounds import Rounds
+from .rounds import First, Rounds
 from .short import Short
 from .state import State, View
+from .warmup import warm_up
 
+T = TypeVar("T")
 Part = tuple[State, list[int], dict[int, Tensor], Tensor, list[int]]
 GREEDY = Sampling(
     max_tokens=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, draft="off", logprobs=0, stop=[],
@@ -108,8 +112,18 @@ class Model:
         self.text = Forward(text, read, self.pool, self.device)
         self.graphs = Graphs(self.device)
         self.rounds, self.short = Rounds(self.text, self.graphs), Short(self.text, self.graphs)
+        self.first = First(self.device)
         self.plan = described(planned, text, weights.size(read, self.eyes), self.text.space.bytes)
         """Where the device's memory went, in words."""
+        self.size = self.vocab
+        """Ids at or beyond it are not drawn in the rounds that are timed."""
+
+    @on_device
+    def warm_up(self, size: int) -> None:
+        """Compile what will be launched, before rounds are timed. `size`: ids at or beyond it will never be drawn."""
+        self.size = size
+        if self.device.type == "cuda":
+            warm_up(self, size)
 
     def prepare(self, image) -> tuple[Tensor, tuple[int, int, int], int]:
         """An RGB picture's patches, grid and prompt rows."""
@@ -151,17 +165,23 @@ class Model:
     @on_device
     def restore(self, tensors: dict[str, Tensor], rows: int) -> State:
         """The state that `State.named` described. Raises ValueError when the tensors are not of this model."""
-        return state.restore(tensors, rows, self.pool)
+        return self._done(state.restore(tensors, rows, self.pool))
 
     @on_device
     def tower(self, patches: Tensor, grid: tuple[int, int, int]) -> Tensor:
         """One image's feature rows, bf16 [tokens, D]."""
-        return tower.encode([patches], [grid], self.config.vision, self.eyes)[0]
+        return self._done(tower.encode([patches], [grid], self.config.vision, self.eyes))[0]
 
     @on_device
     def towers(self, patches: list[Tensor], grids: list[tuple[int, int, int]]) -> list[Tensor]:
         """Several images' feature rows, each bit for bit what `tower` gives."""
-        return tower.encode(patches, grids, self.config.vision, self.eyes)
+        return self._done(tower.encode(patches, grids, self.config.vision, self.eyes))
+
+    def _done(self, made: T) -> T:
+        """What was made, once the device has made it: a caller that looks at its clock then sees what it took."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return made
 
     @on_device
     def prompt_passes(self, parts: list[Part]) -> list[tuple[Tensor, dict[int, View], Tensor | None]]:
@@ -177,17 +197,18 @@ class Model:
         packed = prompts(slots, [one.rows for one in states], lengths, marks, "cpu")
         for one, rows in zip(states, lengths):
             one.reserve(one.rows + rows)
-        begun = [slot for slot, one in zip(slots, states) if one.rows]
-        before = self.pool.S[:, begun], self.pool.conv[:, begun]  # copies
+        S, conv = self.pool.S, self.pool.conv
+        before = [(slot, S[:, slot].clone(), conv[:, slot].clone()) for slot, one in zip(slots, states) if one.rows]
         try:
             if self.short.fits(parts):
                 logits, kept, taps = self.short.run(*parts[0])
                 logits = logits[None]
             else:
                 logits, kept, taps = self._packed(parts, packed)
-            views = self._views(states, marks, kept)
+            views = self._done(self._views(states, marks, kept))
         except Exception:
-            self.pool.S[:, begun], self.pool.conv[:, begun] = before
+            for slot, *held in before:
+                S[:, slot], conv[:, slot] = held
             raise
         for one, rows in zip(states, lengths):
             one.rows += rows
@@ -201,8 +222,7 @@ class Model:
             lay(rows, one.rows, laid)
         packed = Prompts(f["sequences"], f["starts"], f["lengths"], f["keep"], packed.rows, packed.kept)
         x, kept, taps = self.text.prompt(x, Places(packed, f["positions"], f["slots"], f["rows"]))
-        ends = torch.tensor(lengths).cumsum(0) - 1
-        return self.text.logits(x, ends.to(self.device)), kept, taps
+        return self.text.logits(x, f["ends"]), kept, taps
 
     def _sent(self, parts: list[Part], packed: Prompts) -> dict[str, Tensor]:
         """The rows' ids, positions, slots and places, and the packing, on the device in one copy. Each array starts at
@@ -210,14 +230,16 @@ class Model:
         rows, sequences = (torch.int32, (packed.rows,)), (torch.int32, (len(parts),))
         fields = Fields(
             self.device, ids=rows, positions=(torch.int32, (3, packed.rows)), slots=rows, rows=rows,
-            sequences=sequences, starts=sequences, lengths=sequences, keep=(torch.int32, (packed.chunks,)),
+            sequences=sequences, starts=sequences, lengths=sequences, ends=sequences,
+            keep=(torch.int32, (packed.chunks,)),
         )  # fmt: skip
         to, row = fields.numpy, 0
-        for one, ids, _, at, _ in parts:
+        for i, (one, ids, _, at, _) in enumerate(parts):
             here = slice(row, row + len(ids))
             to["ids"][here], to["positions"][:, here] = ids, at.numpy()
-            to["slots"][here], to["rows"][here] = one.slot.index, range(one.rows, one.rows + len(ids))
+            to["slots"][here], to["rows"][here] = one.slot.index, np.arange(one.rows, one.rows + len(ids))
             row = here.stop
+            to["ends"][i] = row - 1
         for name, x in zip(("sequences", "starts", "lengths", "keep"), packed):
             to[name][:] = x.numpy()
         fields.send()
@@ -246,9 +268,17 @@ class Model:
         `hidden_states[i + 1]`."""
         if any(not 0 <= layer < len(self.text.w.layers) for layer in layers) or sorted(set(layers)) != list(layers):
             raise ValueError(f"layers {layers} cannot be tapped in a model of {len(self.text.w.layers)}")
+        if self.text.taps == list(layers):
+            return  # what was captured stays
         self.text.taps = list(layers)
         self.rounds.tap()
         self.short.tap()
+
+    @on_device
+    def draw(self, logits: Tensor, draws: list[Draw]) -> list[int]:
+        """The tokens that one row of logits, float32 [V], gives to streams that begin with it. Raises
+        FloatingPointError when the row is not finite."""
+        return self.first.draw(logits, draws)
 
     @on_device
     def round(self, states: list[State], windows: list[Window], draws: list[Draw]) -> list[Outcome]:
@@ -261,7 +291,7 @@ class Model:
         """Milliseconds of one round of so many streams and rows, the rows spread over them; the states are new ones."""
         lengths = [(rows + i) // streams for i in range(streams)]
         windows = [Window([0] * n, list(range(-1, n - 1))) for n in lengths]
-        draws = [Draw(replace(GREEDY, size=self.vocab), 0, 1)] * streams
+        draws = [Draw(replace(GREEDY, size=self.size), 0, 1)] * streams
         states = [State(self.pool) for _ in range(streams)]
         self.rounds.run(states, windows, draws)  # what is new to the device is made first
         began = time.perf_counter()

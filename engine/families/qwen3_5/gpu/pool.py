@@ -125,7 +125,7 @@ class Pool:
             raise MemoryError(f"a sequence of {len(pages)} pages; {self.plan.longest} is the longest")
         if first < len(pages):
             places = torch.tensor([page.index for page in pages[first:]], dtype=torch.int32)
-            self.table[slot.index, first : len(pages)] = places.to(self.device)
+            self.table[slot.index, first : len(pages)].copy_(places, non_blocking=True)
 
     def copy_page(self, source: Page) -> Page:
         page = self.page()
@@ -136,7 +136,7 @@ class Pool:
     # States that wait on the device for the next turn --------------------------------------------------
 
     def wait(self, view: Any) -> None:
-        """Let a view stay, until the room is needed."""
+        """Let a view stay on the device until the room is needed."""
         name = id(view)
         self._waiting[name] = weakref.ref(view, lambda _: self._waiting.pop(name, None))
         while len(self._waiting) * self.view_bytes > self.plan.views:

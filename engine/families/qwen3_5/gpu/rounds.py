@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tfmagic.kernels.gpu.sample import Rules, sample
+
 from ....drafting.draft import Outcome, Walk, Window
 from ....sampling import COLDEST, Draw, Sampling
 from .fields import Fields
@@ -45,9 +47,12 @@ def bucket(windows: list[Window], draws: list[Draw], least: int = 1) -> Bucket:
     return Bucket(streams, rows, sizes.pop(), all(draw.sampling.greedy for draw in draws))
 
 
-def fields(S: int, R: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+Kinds = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def fields(S: int, R: int) -> Kinds:
     """What a round is told."""
-    rows, whole, double = (S, R), torch.int32, torch.float64
+    rows, whole = (S, R), torch.int32
     return {
         "ids": (whole, rows),
         "parents": (whole, rows),
@@ -55,6 +60,14 @@ def fields(S: int, R: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         "counts": (whole, (S,)),  # rows in use; 0: no stream
         "slots": (whole, (S,)),
         "rows": (whole, (S,)),  # committed before
+        **drawing(rows),
+    }
+
+
+def drawing(rows: tuple[int, ...]) -> Kinds:
+    """How each row's token is drawn."""
+    whole, double = torch.int32, torch.float64
+    return {
         "temperature": (double, rows),
         "top_k": (whole, rows),
         "top_p": (double, rows),
@@ -62,6 +75,14 @@ def fields(S: int, R: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         "seed": (torch.int64, rows),
         "places": (whole, rows),  # absolute, of the tokens drawn
     }
+
+
+def tell(f: dict[str, np.ndarray], s: int, draw: Draw) -> None:
+    """Write how stream s draws; not where."""
+    by = draw.sampling
+    f["temperature"][s] = max(by.temperature, COLDEST) if by.temperature else 0.0
+    f["top_k"][s], f["top_p"][s], f["min_p"][s] = by.top_k, by.top_p, by.min_p
+    f["seed"][s] = signed(draw.seed)
 
 
 class Round:
@@ -103,13 +124,10 @@ class Round:
     def _rules(self, draws: list[Draw]) -> None:
         """How each stream draws; most often it is what it was in the last round."""
         for s, draw in enumerate(draws):
-            by, last, f = draw.sampling, self._last[s], self.into.numpy
-            if last is not None and last[0] is by and last[1] == draw.seed:
-                continue
-            self._last[s] = by, draw.seed
-            f["temperature"][s] = max(by.temperature, COLDEST) if by.temperature else 0.0
-            f["top_k"][s], f["top_p"][s], f["min_p"][s] = by.top_k, by.top_p, by.min_p
-            f["seed"][s] = signed(draw.seed)
+            last = self._last[s]
+            if last is None or last[0] is not draw.sampling or last[1] != draw.seed:
+                self._last[s] = draw.sampling, draw.seed
+                tell(self.into.numpy, s, draw)
 
     def outcomes(self, logits: Tensor, draws: list[Draw]) -> list[Outcome]:
         """What each stream's window gave; `logits` float32 [S · R, V] of this round, on the device."""
@@ -131,7 +149,8 @@ class Round:
         flat = [s * self.bucket.rows + row for s, own in enumerate(rows) for row in own]
         if not flat:
             return [x[:0]] * len(rows)
-        return list(x[torch.tensor(flat).to(x.device)].split([len(own) for own in rows]))
+        places = torch.tensor(flat).to(x.device, non_blocking=True)
+        return list(x.index_select(0, places).split([len(own) for own in rows]))
 
     def _stuck(self, s: int, rows: list[int], drawn: list[int]) -> bool:
         """Whether the walk ended before a row that was not finite."""
@@ -149,6 +168,31 @@ def signed(seed: int) -> int:
     """The bits of a seed as int64."""
     seed %= WRAP
     return seed - WRAP if seed >= WRAP // 2 else seed
+
+
+class First:
+    """First tokens: those that one row of logits gives to the streams that begin with it."""
+
+    def __init__(self, device: torch.device):
+        streams = (BUCKETS[-1],)
+        self.into, self.out = Fields(device, **drawing(streams)), Fields(device, drawn=(torch.int32, streams))
+
+    def draw(self, row: Tensor, draws: list[Draw]) -> list[int]:
+        """`row` float32 [V]. Raises FloatingPointError when it is not finite."""
+        n, f = len(draws), self.into.numpy
+        self.into.wait()
+        for s, draw in enumerate(draws):
+            tell(f, s, draw)
+            f["places"][s] = draw.position
+        self.into.send()
+        rules = Rules(*(x[:n] for x in self.into.device.values()), size=draws[0].sampling.size)
+        greedy = all(draw.sampling.greedy for draw in draws)
+        sample(row.expand(n, -1), rules, out=self.out.device["drawn"][:n], greedy=greedy)
+        self.out.receive()
+        drawn = self.out.numpy["drawn"][:n].tolist()
+        if min(drawn) < 0:
+            raise FloatingPointError(NOT_FINITE)
+        return drawn
 
 
 class Rounds:

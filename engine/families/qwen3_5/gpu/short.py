@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,6 +40,7 @@ class Pass:
             device, ids=(whole, (rows,)), positions=(whole, (3, rows)), slots=(whole, (rows,)), rows=(whole, (rows,)),
             slot=one, start=one, length=one, keep=(whole, (rows // CHUNK,)), last=one,
         )  # fmt: skip
+        self.order = np.arange(rows, dtype=np.int32)
         self.x = torch.zeros(rows, forward.t.hidden, dtype=torch.bfloat16, device=device)
         f = self.into.device
         packed = Prompts(f["slot"], f["start"], f["length"], f["keep"], rows, MARKS)
@@ -54,9 +56,10 @@ class Pass:
         self, state: State, ids: list[int], features: dict[int, Tensor], at: Tensor, marks: list[int]
     ) -> Passed:
         f, n = self.into.numpy, len(ids)
+        self.into.wait()  # the pass before may be under way
         f["ids"][:n], f["positions"][:, :n], f["last"][0] = ids, at.numpy(), n - 1
         f["slots"][:n], f["slots"][n:] = state.slot.index, 0
-        f["rows"][:n], f["rows"][n:] = range(state.rows, state.rows + n), range(n % PAGE, n % PAGE + self.rows - n)
+        f["rows"][:n], f["rows"][n:] = state.rows + self.order[:n], n % PAGE + self.order[: self.rows - n]
         f["slot"][0], f["start"][0], f["length"][0] = state.slot.index, state.rows, n
         f["keep"][:] = -1
         for place, mark in enumerate(marks):

@@ -7,6 +7,8 @@ a side stream, and stays on the device as long as there is room: the next turn t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -30,9 +32,10 @@ class State:
     def reserve(self, rows: int) -> None:
         """Have pages for so many rows. Raises MemoryError when there are none."""
         held = len(self.pages)
-        while len(self.pages) < pages_for(rows):
-            self.pages.append(self.pool.page())
-        self.pool.point(self.slot, self.pages, held)
+        if held < pages_for(rows):
+            fresh = [self.pool.page() for _ in range(held, pages_for(rows))]
+            self.pool.point(self.slot, [*self.pages, *fresh], held)
+            self.pages += fresh  # all or none: a page that is held is in the table
 
     def share(self, pages: list[Page], rows: int) -> None:
         """Begin with the first `rows` rows of these pages: full ones are shared, the last one copied."""
@@ -69,6 +72,9 @@ class View:
 
     def __init__(self, pool: Pool, pages: list[Page], rows: int, S: Tensor, conv: Tensor):
         self.pool, self.pages, self.rows, self.S, self.conv = pool, pages, rows, S, conv
+        self._kept = False
+        self._left: Arriving | None = None
+        pool.wait(self)
 
     @property
     def here(self) -> bool:
@@ -76,29 +82,40 @@ class View:
         return self.S is not None
 
     def leave(self) -> None:
+        """Make room on the device. What nobody has kept yet goes to host memory, from where it can be kept."""
+        if self.here and not self._kept:
+            self._left = Arriving(*self._sent())
         self.pages, self.S, self.conv = [], None, None
 
     def named(self) -> Arriving:
         """Every tensor by name, on its way to host memory: of Gated DeltaNet layer i `i.S`, of all of them `conv`; of
         page p the rows that count, `page p.k` and `page p.v` [A, rows, KV, d] in their own dtype (fp8: `page p.k_scale`
         and `page p.v_scale` [A, rows, KV])."""
+        if self._left is not None:
+            return self._left
+        named = Arriving(*self._sent(), self)
+        self._kept = True
+        return named
+
+    def _sent(self) -> tuple[dict[str, Tensor], list[Callable[[], None]]]:
+        """The tensors, and what to wait for."""
         courier = Courier(self.pool.device)
-        tensors = {f"{i}.S": courier.fetch(S) for i, S in zip(self.pool.recurrent, self.S)}
-        tensors["conv"] = courier.fetch(self.conv)
-        events = [courier.event]
+        own = {f"{i}.S": S for i, S in zip(self.pool.recurrent, self.S)} | {"conv": self.conv}
+        tensors, events, full = courier.fetch(own), [courier.event], []
         for p, page in enumerate(self.pages):
             rows = min(self.rows - p * PAGE, PAGE)
             if page.host is None or rows < PAGE:
-                found = {name: courier.fetch(rows_of(x, page, rows)) for name, x in self.pool.parts().items()}
+                found = courier.fetch({name: rows_of(x, page, rows) for name, x in self.pool.parts().items()})
                 if rows == PAGE:
-                    page.host = found, courier.event
+                    full.append((page, found))
             else:
                 found, event = page.host
                 events.append(event)
             tensors |= {f"page {p}.{name}": x for name, x in found.items()}
         courier.sent()
-        self.pool.wait(self)
-        return Arriving(tensors, [event.synchronize for event in events if event is not None], self)
+        for page, found in full:
+            page.host = found, courier.event
+        return tensors, [event.synchronize for event in events if event is not None]
 
     def wake(self) -> State:
         """A sequence that goes on from here."""
@@ -111,14 +128,16 @@ class View:
 
 READY = 1 << 29
 """Bytes of pinned memory that are made at start: pinning takes a second for a few GiB, and a turn would wait for it."""
+PIECES = 128
+"""Of one size, at most: a small model's are many."""
 
 
 def make_ready(pool: Pool) -> None:
     """Let torch hold pinned memory of the sizes that states are kept in: half for pages, half for recurrent states."""
     if pool.device.type == "cuda":
-        page = pool.keys.k[:, 0].nbytes
-        sizes = [page] * (READY // 2 // page) + [pool.S[0, 0].nbytes] * (READY // 2 // pool.S[0, 0].nbytes)
-        held = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
+        sizes = pool.keys.k[:, 0].nbytes, pool.S[0, 0].nbytes
+        pieces = [size for size in sizes for _ in range(min(READY // 2 // size, PIECES))]
+        held = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in pieces]
         held.clear()
 
 
@@ -132,16 +151,17 @@ class Courier:
         if self.event is not None:
             self.side = self.sides.get(device) or self.sides.setdefault(device, torch.cuda.Stream(device))
 
-    def fetch(self, x: Tensor) -> Tensor:
-        """x, a tensor that is not written any more, in host memory once `event` has come."""
+    def fetch(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors, which are not written any more, in host memory once `event` has come."""
         if self.event is None:
-            return x.clone()
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-        self.side.wait_stream(torch.cuda.current_stream(x.device))
+            return {name: x.clone() for name, x in parts.items()}
+        found = {name: torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for name, x in parts.items()}
+        self.side.wait_stream(torch.cuda.current_stream(self.side.device))
         with torch.cuda.stream(self.side):
-            host.copy_(x, non_blocking=True)
-        x.record_stream(self.side)
-        return host
+            for name, x in parts.items():
+                found[name].copy_(x, non_blocking=True)
+                x.record_stream(self.side)
+        return found
 
     def sent(self) -> None:
         """All is on its way."""
@@ -151,7 +171,8 @@ class Courier:
 
 def rows_of(x: Tensor, page: Page, rows: int) -> Tensor:
     """The first rows of a page: x [A, pages, KV, 512, ...] -> [A, rows, KV, ...], a copy."""
-    return raw(x)[:, page.index, :, :rows].transpose(1, 2).contiguous().view(x.dtype)
+    held = raw(x)[:, page.index, :, :rows].transpose(1, 2)
+    return held.clone(memory_format=torch.contiguous_format).view(x.dtype)
 
 
 def restore(tensors: dict[str, Tensor], rows: int, pool: Pool) -> State:

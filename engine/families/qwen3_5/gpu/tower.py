@@ -28,7 +28,7 @@ def encode(patches: list[Tensor], grids: list[Grid], v: Vision, w: VisionWeights
             raise ValueError(f"a picture of {height * width:,} patches; at most {MOST_PATCHES:,} are encoded")
     device = w.table.device
     lengths = [height * width for frames, height, width in grids for _ in range(frames)]
-    frames = torch.tensor(lengths, dtype=torch.int32).to(device)
+    frames = torch.tensor(lengths, dtype=torch.int32).to(device, non_blocking=True)
     laid = [laid_out(grid, v, w) for grid in grids]
     cos, sin = (torch.cat([one[i] for one in laid]) for i in (1, 2))
     x = linear(torch.cat([one.to(torch.bfloat16).to(device) for one in patches]), w.patch)

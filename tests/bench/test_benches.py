@@ -1,0 +1,78 @@
+"""What the benches for a GPU are made of, where there is none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.bench import checkpoints, visit
+from tests.bench.chosen import Chosen
+from tfmagic.engine.checkpoint import Checkpoint
+from tfmagic.engine.drafting.block import Ask
+from tfmagic.engine.drafting.draft import Lattice
+
+TINY = checkpoints.SIZES["tiny"]
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_drawn_weights_are_the_written_ones(bits, tmp_path):
+    checkpoints.write(tmp_path / "written", TINY, bits)
+    (tmp_path / "drawn").mkdir()
+    written = Checkpoint(tmp_path / "written").tensors()
+    checkpoint = checkpoints.Drawn(tmp_path / "drawn", TINY, bits)
+    drawn = checkpoint.tensors("cpu")
+    assert checkpoint.config == Checkpoint(tmp_path / "written").config
+    for plan in checkpoints.planned(TINY):
+        one, other = (tensors.take(plan.name, plan.shape).float() for tensors in (drawn, written))
+        assert torch.allclose(one, other, atol=2**-8), plan.name  # MLX's norms have 1 added in bf16
+        assert drawn.form(plan.name) == written.form(plan.name)
+        if drawn.form(plan.name):
+            packed = [tensors.affine(plan.name, plan.shape) for tensors in (drawn, written)]
+            assert all(torch.equal(*(getattr(x, part) for x in packed)) for part in ("q", "scales", "biases"))
+    assert drawn.leftover() == []
+
+
+class Fixed:
+    """A drafter of seven places and four candidates that are of no use."""
+
+    layers, block, name = [1], 8, "fixed"
+
+    def lattices(self, asks):
+        table = np.zeros((7, 4), np.float32)
+        return [Lattice(np.ones((7, 4), np.int64), table, np.zeros((7, 4, 4), np.float32)) for _ in asks]
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5, 0.95, 1.0])
+def test_a_chosen_part_of_the_guesses_is_right(rate):
+    chosen = Chosen(Fixed(), size=50)
+    chosen.known = [[3, 4, *[(7 * i * i + s) % 50 for i in range(300)]] for s in range(4)]
+    chosen.begin(rate)
+    contexts, right, tried = [SimpleNamespace() for _ in chosen.known], 0, 0
+    contexts = [type("Context", (), {})() for _ in chosen.known]
+    for at in range(2, 280):
+        asks = [Ask(context, known[at], at, 7) for context, known in zip(contexts, chosen.known)]
+        for known, lattice in zip(chosen.known, chosen.lattices(asks)):
+            for place, ids in enumerate(lattice.ids, at + 1):
+                right, tried = right + (ids[0] == known[place]), tried + 1
+                assert known[place] not in ids[1:] and len(set(ids)) == 4 and 0 <= ids.min() <= ids.max() < 50
+            assert np.isfinite(lattice.logits).all() and lattice.logits[:, 0].min() > lattice.logits[:, 1:].max()
+    assert abs(right / tried - rate) < 0.02 and chosen.block == 8
+
+
+@pytest.mark.slow
+def test_the_bench_of_a_gpu_runs_on_a_cpu():
+    command = [
+        *(sys.executable, "-m", "tests.bench.gpu", "--model", "tiny", "--bits", "4", "--kv", "fp8", "--device", "cpu"),
+        *("--tokens", "4", "--repeats", "1", "--rates", "0,0.9", "--parts", "ttft,again,prefill,copies,drafts"),
+    ]
+    done = subprocess.run(command, cwd=visit.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| tiny, 4 bits, kv fp8 | ")]
+    for what in ("TTFT cold, 1024 tokens", "1024 kept + 128 new", "prefill", "copying", "16 streams, 90 % right"):
+        assert any(what in row for row in rows), what
+    assert all(row.count("|") == 5 for row in rows) and "OTHER TOKENS" not in done.stdout
