@@ -28,6 +28,8 @@ QUEUE = GIB
 """Bytes of states that may wait for the writer; one state alone always may."""
 PATIENCE = 2.0
 """Seconds that the writer lets a state wait for the runs to end."""
+LETTING_GO = 10.0
+"""Seconds that a clear waits for the state that is being written; one that takes longer goes when it is."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Disk:
         self._tell, self._told = tell, ""
         self._lock = threading.Condition()
         self._queue: OrderedDict[bytes, Waiting] = OrderedDict()
-        self._queued, self._epoch, self._closed = 0, 0, False
+        self._queued, self._epoch, self._writing, self._closed = 0, 0, False, False
         self._quiet = threading.Event()
         try:
             self.directory = Directory(prepare(base), self.namespace, facts)
@@ -230,6 +232,7 @@ class Disk:
             return 0
         with self._lock:
             self._epoch += 1
+            self._lock.wait_for(lambda: not self._writing, LETTING_GO)
         return self.directory.clear()
 
     # The writer ------------------------------------------------------------------------------------
@@ -258,6 +261,7 @@ class Disk:
             with self._lock:
                 del self._queue[digest]
                 self._queued -= item.kept.bytes
+                self._writing = False
                 self._lock.notify_all()
         return True
 
@@ -272,8 +276,12 @@ class Disk:
 
     def _write(self, digest: bytes, item: Waiting) -> None:
         kept, kind, epoch, _ = item
-        if epoch != self._epoch or not self._reachable():
+        if not self._reachable():
             return
+        with self._lock:
+            if epoch != self._epoch:
+                return
+            self._writing = True
         room = segments.room(kept.key, kept.tensors)
         if why := self._objection(kind, room):
             self.counts.skipped += 1

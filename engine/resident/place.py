@@ -215,12 +215,12 @@ def finish(place: Place, grace: float = 3.0) -> bool:
     pid = place.engine()
     if not pid:
         return False
-    for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 2.0)):
+    for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 10.0)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
         deadline = time.monotonic() + patience
-        while time.monotonic() < deadline:
-            if place.engine() != pid:
-                return True
+        while (there := place.engine() == pid) and time.monotonic() < deadline:
             time.sleep(0.02)
+        if not there:
+            return True
     raise TfmagicError(f"The engine (process {pid}) does not end.", f"End it by hand: kill -9 {pid}")

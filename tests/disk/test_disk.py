@@ -362,6 +362,7 @@ def test_what_waits_is_found_and_not_once_it_is_cleared(shelf, monkeypatch):
         real(fd)
 
     monkeypatch.setattr(os, "fsync", slow)
+    monkeypatch.setattr(disk, "LETTING_GO", 0.01)
     here.offer(digest(kept), kept)
     here.working(False)
     assert entered.wait(LONG) and find(here, kept) is kept and kept.source == "ram"
@@ -555,7 +556,9 @@ def test_looking_is_no_use(shelf):
     assert next(file for file in here.held() if file.rows == 64).used > demoted.written
 
 
-def test_clear_while_a_state_is_written_leaves_nothing(shelf, monkeypatch):
+@pytest.mark.parametrize("patience", [0.01, LONG])
+def test_clear_while_a_state_is_written_leaves_nothing(shelf, monkeypatch, patience):
+    """Whether it waits for the writer to let go, or the writer sees afterwards that it is void."""
     kept, waiting = state(64), state(64, first=3)
     here = shelf.kept(state(64, first=9))
     real, entered, gate = os.fsync, threading.Event(), threading.Event()
@@ -566,9 +569,14 @@ def test_clear_while_a_state_is_written_leaves_nothing(shelf, monkeypatch):
         real(fd)
 
     monkeypatch.setattr(os, "fsync", slow)
+    monkeypatch.setattr(disk, "LETTING_GO", patience)
     here.offer(digest(kept), kept)
     here.offer(digest(waiting), waiting)
     here.working(False)
-    assert entered.wait(LONG) and here.clear() == 1
+    assert entered.wait(LONG)
+    if patience == LONG:
+        threading.Timer(0.2, gate.set).start()
+    assert here.clear() == 1 and gate.is_set() == (patience == LONG)
+    assert not gate.is_set() or len(shelf.files()) == 0
     gate.set()
     assert here.flush(LONG) and shelf.files() == []

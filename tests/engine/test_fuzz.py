@@ -308,7 +308,6 @@ class Play:
         self.counts["settled"] += run.settled
         self.counts["cancelled"] += run.id in self.cancelled
 
-
     def check_tokens(self, run: Run, tokens: list[Token], whole: list[Token], sampling) -> None:
         assert [token.id for token in tokens] == [token.id for token in whole], (self.seed, run.id)
         if sampling.logprobs:
@@ -344,6 +343,7 @@ def many(world, tmp_path, seeds, capfd) -> Counter:
     return counts
 
 
+@pytest.mark.timeout(900)
 def test_schedules(world, tmp_path, capfd):
     counts = many(world, tmp_path, (*range(24), 36, 37, 39), capfd)  # the last ones: what the others seldom do
     assert all(counts[what] for what in MUST_HAPPEN), f"every kind of thing must happen: {counts}"

@@ -26,17 +26,20 @@ class Cell:
         self.outputs: list[dict] = []
         """What a notebook would hold: mime bundles and streams, displays as they were updated last."""
         self.idle = False
+        kernel.cells.append(self)
 
     def until(self, true, timeout: float = LONG) -> Cell:
-        """Read messages until `true(self)`."""
+        """Read messages, whosever they are, until `true(self)`."""
         deadline = time.monotonic() + timeout
         while not true(self):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"waited {timeout} s; the outputs are {self.outputs}")
             try:
-                self._take(self.kernel.client.get_iopub_msg(timeout=0.1))
+                message = self.kernel.client.get_iopub_msg(timeout=0.1)
             except queue.Empty:
                 continue
+            for cell in self.kernel.cells:
+                cell._take(message)
         return self
 
     def done(self, timeout: float = LONG) -> Cell:
@@ -86,6 +89,7 @@ class Kernel:
 
     def __init__(self, prelude: str = "", **environment: str):
         self.prelude = f"{prelude}\n{PATIENT}%load_ext tfmagic"
+        self.cells: list[Cell] = []
         self.manager = KernelManager(kernel_name="python3")
         self.manager.start_kernel(env=environment)
         self._ready()
