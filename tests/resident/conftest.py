@@ -19,6 +19,7 @@ FAKE = Path(__file__).with_name("fake_engine.py")
 ROOT = Path(tfmagic.__file__).parent.parent
 PRELUDE = f"""
 import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 sys.path.insert(0, {str(ROOT)!r})
 from tfmagic.engine.resident import launch
 launch.COMMAND = [{str(FAKE)!r}]
