@@ -24,10 +24,11 @@ Part = tuple[Any, list[int], dict, Any, list[int]]
 class Rows:
     """A restored prompt, ready to be computed from `state.rows` on."""
 
-    def __init__(self, prompt: Any, state: Any, resumed: Kept | None, grain: int):
+    def __init__(self, prompt: Any, state: Any, resumed: Kept | None, grain: int, keep: bool = True):
+        """`keep`: whether states at marks are wanted."""
         self.prompt, self.state, self.resumed, self.grain = prompt, state, resumed, grain
         self.features: dict[int, Any] = {}
-        self.todo = marks(len(prompt.ids), prompt.marks, state.rows, grain)
+        self.todo = marks(len(prompt.ids), prompt.marks, state.rows, grain) if keep else []
         self.reached: dict[int, Any] = {}
         """Marks passed, as views of the state there."""
         self.taps = Taps(state.rows)
@@ -64,9 +65,7 @@ def begin(
     state, source, note = restore(model, store, kept, prompt.key)
     kept = kept if state.rows else None
     state.shift = prompt.rope_delta
-    rows = Rows(prompt, state, kept, model.grain)
-    if not cache:
-        rows.todo = []
+    rows = Rows(prompt, state, kept, model.grain, cache)
     job.ended("restore", time.perf_counter())
     emit(protocol.Restored(job.run, state.rows, source, note, miss, kept.settled if kept else 0))
     spared = [image.start + image.tokens <= state.rows for image in prompt.images]

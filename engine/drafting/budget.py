@@ -61,20 +61,11 @@ class Curve:
     def timed(cls, time_round: Callable[[int, int], float]) -> Curve:
         """`time_round(streams, rows)` runs a round and says what it took, milliseconds."""
         time_round(1, 2)
-        points: dict[int, dict[int, float]] = {}
-        spent = 0.0
-        for streams, rows in (ONE, MANY, FEW):
-            if streams > 1 and (spent > ENOUGH or (points[1][8] < CHEAP * points[1][1]) != (streams == MANY[0])):
-                continue
-            points[streams] = timed = {}
-            for n in rows:
-                if len(timed) > 1 and (spent > ENOUGH or max(timed.values()) > LONG):
-                    break
-                times: list[float] = []
-                while not times or (len(times) < TIMES and spent <= ENOUGH):
-                    times.append(time_round(streams, n))
-                    spent += times[-1]
-                timed[n] = min(times)
+        alone, left = timed(time_round, *ONE, ENOUGH)
+        points = {ONE[0]: alone}
+        if left >= 0:
+            streams, rows = MANY if alone[8] < CHEAP * alone[1] else FEW
+            points[streams], _ = timed(time_round, streams, rows, left)
         return cls(points)
 
     def serial(self, streams: int) -> float:
@@ -104,6 +95,23 @@ class Curve:
             if len(ratios) >= AT_LEAST:
                 return min(max(median(ratios), 1 / WITHIN), WITHIN)
         return 1.0
+
+
+def timed(
+    time_round: Callable[[int, int], float], streams: int, rows: tuple[int, ...], left: float
+) -> tuple[dict[int, float], float]:
+    """Rows -> milliseconds of a round of so many streams, and what is left of so many milliseconds: below 0, it is
+    time to end."""
+    shortest: dict[int, float] = {}
+    for n in rows:
+        if len(shortest) > 1 and (left < 0 or max(shortest.values()) > LONG):
+            break
+        times: list[float] = []
+        while not times or (len(times) < TIMES and left >= 0):
+            times.append(time_round(streams, n))
+            left -= times[-1]
+        shortest[n] = min(times)
+    return shortest, left
 
 
 def crowd(streams: int) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.bench import checkpoints, visit
+from tests.bench import checkpoints, suite
 from tests.bench.chosen import Chosen
 from tfmagic.engine.checkpoint import Checkpoint
 from tfmagic.engine.drafting.block import Ask
@@ -70,7 +70,7 @@ def test_the_bench_of_a_gpu_runs_on_a_cpu():
         *(sys.executable, "-m", "tests.bench.gpu", "--model", "tiny", "--bits", "4", "--kv", "fp8", "--device", "cpu"),
         *("--tokens", "4", "--repeats", "1", "--rates", "0,0.9", "--parts", "ttft,again,prefill,copies,drafts"),
     ]
-    done = subprocess.run(command, cwd=visit.ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=suite.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     rows = [line for line in done.stdout.splitlines() if line.startswith("| tiny, 4 bits, kv fp8 | ")]
     for what in ("TTFT cold, 1024 tokens", "1024 kept + 128 new", "prefill", "copying", "16 streams, 90 % right"):

@@ -22,7 +22,7 @@ from tfmagic.engine.drafting.draft import chain
 from tfmagic.engine.drafting.static import StaticDrafter
 from tfmagic.engine.families.qwen3_5.gpu.graphs import Graphs
 from tfmagic.engine.families.qwen3_5.gpu.rounds import Round
-from tfmagic.engine.families.qwen3_5.gpu.warmup import of_each_make, warm_up
+from tfmagic.engine.families.qwen3_5.gpu.warmup import one_of_each, warm_up
 from tfmagic.engine.sampling import Draw
 from tfmagic.kernels import gpu
 from tfmagic.kernels.gpu.common import INTERPRETED
@@ -108,7 +108,7 @@ def test_nor_is_anything_of_the_drafters(shipped, launched, bits):
     assert {one for one in launched if one not in known} == set()
 
 
-def test_layers_of_one_make_are_gone_through_once(model):
-    few, all = of_each_make(model.text).w.layers, model.text.w.layers
+def test_layers_of_one_structure_are_gone_through_once(model):
+    few, all = one_of_each(model.text).w.layers, model.text.w.layers
     assert [type(layer.mixer).__name__ for layer in few] == ["Attention", "Delta"] and len(all) > 4
     assert any(layer is all[0] for layer in few)

@@ -28,7 +28,7 @@ def test_behind_it():
 
 
 def test_that_fails_by_itself():
-    assert 1 == 2, "one is not two"
+    raise AssertionError("one is not two")
 """
 
 

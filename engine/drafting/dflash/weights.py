@@ -114,7 +114,7 @@ def product(matrix: Tensor, bits: int) -> Product:
 
 
 def gated(gate: Tensor, up: Tensor, bits: int) -> Product:
-    """silu(x · gateᵀ) · (x · upᵀ)."""
+    """silu(x · gateᵀ) · (x · upᵀ); gate, up [N, K] -> a product of x [..., K], [..., N]."""
     if gate.dtype != torch.bfloat16:
         w = held(torch.cat([gate, up]), bits)
 

@@ -1,7 +1,7 @@
 """Warm-up: every kernel that a model launches is compiled before its first request, many at once.
 
-The passes are gone through with nothing running, over one layer of each make: which kernels are launched, and compiled
-anew for which arguments, depends on neither the layer nor the rows' contents.
+The passes are gone through with nothing running, over one layer of each structure: which kernels are launched, and
+compiled anew for which arguments, depends on neither the layer nor the rows' contents.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOKENS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 def warm_up(model: Model, size: int) -> None:
     """`size`: ids at or beyond it are never drawn."""
     few = copy(model)
-    few.text = text = of_each_make(model.text)
+    few.text = text = one_of_each(model.text)
     with compiled_only():
         for streams in BUCKETS:
             for rows in BUCKETS:
@@ -51,17 +51,17 @@ def warm_up(model: Model, size: int) -> None:
             model.tower(torch.zeros(tokens * merge**2, 3 * p.frames * p.patch**2), (1, merge, tokens * merge))
 
 
-def of_each_make(forward: Forward) -> Forward:
-    """The same passes over the first layer of each make; nothing is tapped, since a tap is a copy."""
+def one_of_each(forward: Forward) -> Forward:
+    """The same passes over the first layer of each structure; nothing is tapped, since a tap is a copy."""
     few = copy(forward)
-    layers = {make(layer): layer for layer in reversed(forward.w.layers)}
+    layers = {structure(layer): layer for layer in reversed(forward.w.layers)}
     few.w, few.taps = replace(forward.w, layers=list(layers.values())), []
     return few
 
 
-def make(x: Any) -> Any:
-    """What weights are in all but their numbers."""
+def structure(x: Any) -> Any:
+    """Types, dtypes and shapes of weights, hashable: equal ones launch the same kernels."""
     if isinstance(x, Tensor):
         return x.dtype, tuple(x.shape)
     parts = vars(x).values() if hasattr(x, "__dict__") else x if isinstance(x, tuple) else ()
-    return (type(x), *map(make, parts)) if parts else x
+    return (type(x), *map(structure, parts)) if parts else x

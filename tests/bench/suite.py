@@ -1,11 +1,10 @@
 """All there is to run on a machine with a GPU, stage after stage, in one command that ends in time.
 
-    python -m tests.bench.visit [STAGE ...] [--seconds 560] [--out DIR]
+    python -m tests.bench.suite [STAGE ...] [--seconds 560] [--out DIR]
 
 Every command of a stage is a process of its own with a limit of its own: one that fails, crashes or hangs costs its own
-time, and the next one begins. What they print goes to DIR/visit.log (DIR: $OUT, or artifacts/visit), together with the
-tile tables if they were rewritten. At the end stand what failed and every row that was measured, short enough for a
-reader who sees the last few thousand characters alone.
+time, and the next one begins. What they print goes to DIR/suite.log (DIR: artifacts/suite), together with the tile
+tables if they were rewritten. At the end stand what failed and every row that was measured, in a page or two.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ print(torch.cuda.get_device_name(), torch.cuda.mem_get_info())
 def run(plan: dict[str, list[Command]], seconds: float, out: Path) -> list[Ended]:
     """Every command in turn, none begun that would have no time; returns how each went."""
     until, ended = time.monotonic() + seconds, []
-    with (out / "visit.log").open("w") as log:
+    with (out / "suite.log").open("w") as log:
         for stage, commands in plan.items():
             for command in commands:
                 left = until - time.monotonic()
@@ -182,7 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(plan)}; by default all")
     parser.add_argument("--seconds", type=float, default=560.0)
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "artifacts" / "visit")))
+    parser.add_argument("--out", type=Path, default=ROOT / "artifacts" / "suite")
     o = parser.parse_args()
     if unknown := set(o.stages) - plan.keys():
         parser.error(f"there is no stage {', '.join(sorted(unknown))}; there are {', '.join(plan)}")

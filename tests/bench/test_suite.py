@@ -10,8 +10,8 @@ from importlib import import_module
 
 import pytest
 
-from tests.bench import visit
-from tests.bench.visit import Command, run, summary
+from tests.bench import suite
+from tests.bench.suite import Command, run, summary
 
 
 def python(text: str, limit: float = 120.0) -> Command:
@@ -41,12 +41,12 @@ def test_stages_run_in_order_and_whatever_fails_costs_its_own_time(tmp_path):
     for part in ("| 9b | decode | 200 tok/s | x |", "| a | row | 7 | |", "E   why it fell", "FAILED tests/a.py::b"):
         assert part in said
     assert "1 failed, 2 passed in 3s" in said.split("----- in all")[1]
-    log = (tmp_path / "visit.log").read_text()
+    log = (tmp_path / "suite.log").read_text()
     assert log.index("second") < log.index("why it fell") < log.index("goes on") < log.index("1 failed")
 
 
 def test_nothing_is_begun_without_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(visit, "LEAST", 0.5)
+    monkeypatch.setattr(suite, "LEAST", 0.5)
     long = python("import time; time.sleep(60)", 60.0)
     ended = run({"long": [long], "later": [python("print(1)")]}, 3.0, tmp_path)
     assert "its limit of 3 s" in ended[0].how and "no time" in ended[1].how
@@ -59,10 +59,10 @@ def test_the_summary_is_short(tmp_path):
 
 
 def test_every_stage_is_a_command_that_there_is():
-    for commands in visit.stages().values():
+    for commands in suite.stages().values():
         for command in commands:
             paths = [part for part in command.argv if part.startswith("tests/")]
-            assert all((visit.ROOT / path).is_file() for path in paths), paths
+            assert all((suite.ROOT / path).is_file() for path in paths), paths
 
 
 @pytest.mark.parametrize("name", ["tiles", "gpu", "drafter", "start", "mixers"])
@@ -76,7 +76,7 @@ def test_the_options_of_every_stage_are_known(name, monkeypatch):
 
     monkeypatch.setattr(ArgumentParser, "parse_args", stop)
     own = [sys.executable, "-m", f"tests.bench.{name}"]
-    asked = [c.argv for commands in visit.stages().values() for c in commands if c.argv[:3] == own]
+    asked = [c.argv for commands in suite.stages().values() for c in commands if c.argv[:3] == own]
     for argv in asked:
         monkeypatch.setattr(sys, "argv", argv[2:])
         with pytest.raises(StopIteration):
@@ -85,6 +85,6 @@ def test_the_options_of_every_stage_are_known(name, monkeypatch):
 
 
 def test_an_unknown_stage_is_named():
-    command = [sys.executable, "-m", "tests.bench.visit", "nonsense"]
-    done = subprocess.run(command, cwd=visit.ROOT, capture_output=True, text=True, env=os.environ)
+    command = [sys.executable, "-m", "tests.bench.suite", "nonsense"]
+    done = subprocess.run(command, cwd=suite.ROOT, capture_output=True, text=True, env=os.environ)
     assert done.returncode == 2 and "no stage nonsense" in done.stderr
