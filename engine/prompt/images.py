@@ -13,8 +13,8 @@ from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
-from PIL import Image
 
 from tfmagic.errors import Refusal
 from tfmagic.protocol import ImageRef
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from .build import Family
 
 MIB = 1024 * 1024
+THREADS = ThreadPoolExecutor(4, "content")
+"""For digests beside other work: tasks that wait for no other."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,10 @@ class ImageCache:
             return self._kept.get(key)
 
     def prepare(self, key: tuple[str, str], make: Callable[[], PreparedImage]) -> PreparedImage:
-        """The image of this key, made at most once however many threads ask. Raises what `make` raises."""
+        """The image of this key, made at most once however many threads ask. Raises what `make` raises.
+
+        Where another thread's making is refused, this one's is tried: other bytes may have come under that name.
+        """
         with self._lock:
             if key in self._kept:
                 return self._kept[key]
@@ -109,13 +114,16 @@ class ImageCache:
                 mine = self._making[key] = Future()
                 self.decodes += 1
         if mine is None:
-            return running.result()
+            try:
+                return running.result()
+            except Refusal:
+                return self.prepare(key, make)
         try:
             image = make()
         except BaseException as error:
-            mine.set_exception(error)
             with self._lock:
                 del self._making[key]
+            mine.set_exception(error)
             raise
         mine.set_result(image)
         with self._lock:
@@ -147,7 +155,7 @@ def prepare(
     refs: Sequence[ImageRef], encoded: Mapping[str, bytes], family: Family, limits: Limits, cache: ImageCache
 ) -> list[PreparedImage]:
     """The images in the order of `refs`, their `start` still 0. Every limit is checked before the first is decoded;
-    new ones are decoded side by side, in threads (Pillow, numpy and hashlib leave the interpreter's lock alone).
+    new ones are prepared side by side, in threads (Pillow, numpy and hashlib leave the interpreter's lock alone).
 
     Raises Refusal naming the image and the limit; MissingImages when bytes are needed.
     """
@@ -161,11 +169,11 @@ def prepare(
         raise MissingImages(missing)
     lengths = {digest: image.encoded if image else len(encoded[digest]) for digest, image in known.items()}
     check_bytes([(ref.name, lengths[ref.digest]) for ref in refs], limits)
+    heads = [known[ref.digest] or header(encoded[ref.digest], ref, limits) for ref in refs]
+    check_sizes([(ref.name, head.width, head.height) for ref, head in zip(refs, heads)], family, limits)
     several = sum(image is None for image in known.values()) > 1
     with ThreadPoolExecutor(min(len(refs), os.cpu_count() or 1)) if several else nullcontext() as threads:
         each = threads.map if threads else map
-        heads = list(each(lambda ref: known[ref.digest] or header(encoded[ref.digest], ref, limits), refs))
-        check_sizes([(ref.name, head.width, head.height) for ref, head in zip(refs, heads)], family, limits)
         return list(each(lambda ref, head: made(ref, head, encoded, family, cache), refs, heads))
 
 
@@ -197,8 +205,6 @@ def check_bytes(sizes: Sequence[tuple[str, int]], limits: Limits) -> None:
 
 def header(data: bytes, ref: ImageRef, limits: Limits) -> Header:
     """Format and stored size, from magic bytes and header. Raises Refusal by name for what is not read."""
-    if hashlib.sha256(data).hexdigest() != ref.digest:
-        raise Refusal(f"Image {ref.name} is not the one announced: its SHA-256 differs.", "Send it again.")
     format = headers.kind(data)
     if not data:
         raise Refusal(f"Image {ref.name} is empty.", "Check the file.")
@@ -236,15 +242,25 @@ def check_sizes(sizes: Sequence[tuple[str, int, int]], family: Family, limits: L
 
 
 def prepared(data: bytes, ref: ImageRef, head: Header, family: Family) -> PreparedImage:
-    picture = decode(data, head.format, ref.name)
-    patches, grid, tokens = family.prepare(picture)
-    content = content_id(picture, family.preprocessor.fingerprint)
-    return PreparedImage(ref.digest, ref.name, *picture.size, 0, tokens, grid, patches, content, len(data))
+    announced = THREADS.submit(check_digest, data, ref)
+    try:
+        pixels = np.asarray(decode(data, head.format, ref.name))
+    finally:
+        announced.result()  # whatever has become of them, other bytes are refused as such
+    content = THREADS.submit(content_id, pixels, family.preprocessor.fingerprint)
+    patches, grid, tokens = family.prepare(pixels)
+    height, width, _ = pixels.shape
+    return PreparedImage(ref.digest, ref.name, width, height, 0, tokens, grid, patches, content.result(), len(data))
 
 
-def content_id(picture: Image.Image, fingerprint: str) -> bytes:
-    """SHA-256 over fingerprint, width and height (big-endian u32) and RGB bytes."""
-    digest = hashlib.sha256(fingerprint.encode() + b"\0")
-    digest.update(picture.width.to_bytes(4, "big") + picture.height.to_bytes(4, "big"))
-    digest.update(picture.tobytes())
+def check_digest(data: bytes, ref: ImageRef) -> None:
+    if hashlib.sha256(data).hexdigest() != ref.digest:
+        raise Refusal(f"Image {ref.name} is not the one announced: its SHA-256 differs.", "Send it again.")
+
+
+def content_id(pixels: np.ndarray, fingerprint: str) -> bytes:
+    """SHA-256 over fingerprint, width and height (big-endian u32) and RGB bytes; pixels uint8 [height, width, 3]."""
+    height, width, _ = pixels.shape
+    digest = hashlib.sha256(fingerprint.encode() + b"\0" + width.to_bytes(4, "big") + height.to_bytes(4, "big"))
+    digest.update(np.ascontiguousarray(pixels))
     return digest.digest()

@@ -61,12 +61,12 @@ def before(pictures: dict[str, bytes], format: str, p: images.Preprocessor) -> l
         assert hashlib.sha256(data).hexdigest() == digest
         image = decode(data, format, digest)
         out.append(plain(image, p))
-        content_id(image, p.fingerprint)
+        content_id(np.asarray(image), p.fingerprint)
     return out
 
 
 def after(pictures: dict[str, bytes], p: images.Preprocessor) -> list[torch.Tensor]:
-    family = SimpleNamespace(preprocessor=p, prepare=lambda image: images.prepare(image, p))
+    family = SimpleNamespace(preprocessor=p, prepare=partial(images.prepare, preprocessor=p))
     refs = [ImageRef(digest, digest[:8]) for digest in pictures]
     return [image.patches for image in prepare(refs, pictures, family, ROOM, ImageCache(0))]
 
@@ -99,23 +99,23 @@ def main(side: int = 1024, pictures: int = 4, pairs: int = 5) -> None:
 
 
 def steps(image: Image.Image, p: images.Preprocessor) -> None:
-    """The best of several runs of each step, one picture, one thread."""
+    """The best of several runs of each step of one picture."""
     data = {format: encoded(image, format) for format in ("PNG", "JPEG", "WEBP")}
     wide, high = p.resized(*image.size)
-    odd = image.resize((wide - 20, high - 10))
-    pixels = np.asarray(image.resize((wide, high)))
-    cut = images.squares(pixels, p.patch, p.merge)
+    pixels, odd = np.asarray(image), np.asarray(image.resize((wide - 20, high - 10)))
+    cut = images.squares(pixels.transpose(2, 0, 1), p.patch, p.merge)
+    patches = np.empty((len(cut), 3, p.frames, p.patch**2), np.float32)
     for name, do in {
         **{f"decode {format}": partial(decode, data[format], format, "") for format in data},
         "digest of the PNG": lambda: hashlib.sha256(data["PNG"]).hexdigest(),
-        "resize, same size": lambda: image.resize((wide, high), Image.Resampling.BICUBIC),
-        "resize, other size": lambda: odd.resize((wide, high), Image.Resampling.BICUBIC),
         "pixels out of Pillow": lambda: np.asarray(image),
-        "cut into patches": lambda: images.squares(pixels, p.patch, p.merge),
-        "normalise": lambda: images.normalised(cut, p),
-        "content id": lambda: content_id(image, ""),
+        "resize one colour": lambda: images.resized(odd[..., 0], wide, high),
+        "cut into patches": lambda: images.squares(pixels.transpose(2, 0, 1), p.patch, p.merge),
+        "normalise": lambda: images.normalise(cut, p, patches),
+        "content id": lambda: content_id(pixels, ""),
         "patches, before": lambda: plain(image, p),
-        "patches, after": lambda: images.prepare(image, p),
+        "patches, in threads": lambda: images.prepare(pixels, p),
+        "of another size": lambda: images.prepare(odd, p),
     }.items():
         print(f"  {name:22s} {min(timed(do)[0] for _ in range(9)):6.2f} ms")
 

@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
+from tests.patience import LONG
 from tfmagic.engine.prompt import ImageCache, Limits, MissingImages, PreparedImage, headers
 from tfmagic.engine.prompt import images as pictures
 from tfmagic.engine.prompt.decode import decode
@@ -96,11 +98,37 @@ def test_no_bytes(family):
     refused(b"", family, "is empty")
 
 
-def test_other_bytes_than_announced(family):
-    data = save(picture())
-    ref = ImageRef(hashlib.sha256(b"other").hexdigest(), "x")
+@pytest.mark.parametrize("length", [None, -60])
+def test_other_bytes_than_announced(family, length):
+    """Whole or damaged, they are refused as such, and nothing is kept of them."""
+    whole, cache = save(picture()), ImageCache()
+    ref = ImageRef(hashlib.sha256(whole).hexdigest(), "x")
     with pytest.raises(Refusal, match="its SHA-256 differs"):
-        pictures.prepare([ref], {ref.digest: data}, family, Limits(), ImageCache())
+        pictures.prepare([ref], {ref.digest: save(picture(seed=1))[:length]}, family, Limits(), cache)
+    assert family.prepared == 0
+    with pytest.raises(MissingImages):
+        pictures.prepare([ref], {}, family, Limits(), cache)
+    assert pictures.prepare([ref], {ref.digest: whole}, family, Limits(), cache)
+
+
+def test_other_bytes_under_the_same_digest_spoil_no_other_request(family):
+    """The second asks while the first, whose bytes will be refused, is at work."""
+    cache, (image,) = ImageCache(), prepare(save(picture()), family)
+    begun, go = threading.Event(), threading.Event()
+
+    def refuse():
+        begun.set()
+        go.wait(LONG)
+        raise Refusal("Other bytes.", "Send it again.")
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(cache.prepare, ("d", "f"), refuse)
+        assert begun.wait(LONG)
+        second = threads.submit(cache.prepare, ("d", "f"), lambda: image)
+        threading.Timer(0.05, go.set).start()
+        assert isinstance(first.exception(), Refusal)
+        assert second.result() is image
+    assert cache.decodes == 2
 
 
 @given(width=st.integers(1, 300), height=st.integers(1, 300), kind=st.integers(0, 6))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -36,7 +38,7 @@ def test_patches_are_those_of_the_plain_form(size, patch, merge, frames, levels)
         return
     noise = np.random.default_rng(size[0]).integers(0, 256, (*size, 3), dtype=np.uint8)
     made = images.Preprocessor(patch, frames, merge, 1024, 65536, levels[:3], levels[3:6], levels[6] / 255)
-    patches, grid, tokens = images.prepare(Image.fromarray(noise), made)
+    patches, grid, tokens = images.prepare(noise, made)
     expected = plain(Image.fromarray(noise), made)
     assert patches.dtype == torch.float32 and patches.is_contiguous() and torch.equal(patches, expected)
     assert len(patches) == grid[1] * grid[2] == tokens * merge**2
@@ -47,7 +49,7 @@ def test_every_level_is_rounded_as_the_reference_rounds_it():
     ramp = np.repeat(np.arange(256, dtype=np.uint8).reshape(16, 16, 1), 3, 2)
     clip = images.Preprocessor(16, 2, 1, 256, 65536, (0.48, 0.45, 0.4), (0.26, 0.26, 0.27))
     for p in (images.Preprocessor(least=256, merge=1), clip):
-        patch = images.prepare(Image.fromarray(ramp), p)[0][0].view(3, 2, 256)
+        patch = images.prepare(ramp, p)[0][0].view(3, 2, 256)
         for colour in range(3):
             x = (np.arange(256, dtype=np.float64) * p.scale).astype(np.float32)
             x = (x - np.float32(p.mean[colour])) / np.float32(p.std[colour])
@@ -74,6 +76,16 @@ class Watched:
         return images.prepare(image, self.preprocessor)
 
 
+def test_more_requests_at_once_than_threads_all_come_to_an_end():
+    """No task of the shared pools waits for another of them."""
+    p = images.Preprocessor(least=4096)
+    family = SimpleNamespace(preprocessor=p, prepare=partial(images.prepare, preprocessor=p))
+    requests = [sent(*(encoded(picture(96, 4 * i + j), "PNG") for j in range(4))) for i in range(12)]
+    with ThreadPoolExecutor(12) as threads:
+        each = [threads.submit(prepare, *request, family, Limits(), ImageCache()) for request in requests]
+        assert all(len(request.result(LONG)) == 4 for request in each)
+
+
 def sent(*pictures):
     known = {hashlib.sha256(data).hexdigest(): data for data in pictures}
     return [ImageRef(hashlib.sha256(data).hexdigest(), f"p{i}") for i, data in enumerate(pictures)], known
@@ -91,7 +103,7 @@ def test_new_images_are_prepared_side_by_side_and_come_in_order(monkeypatch):
 def test_the_same_image_twice_is_made_once():
     refs, known = sent(*[encoded(picture(64, 0), "PNG")] * 3, encoded(picture(64, 1), "PNG"))
     cache, p = ImageCache(), images.Preprocessor(least=4096)
-    family = SimpleNamespace(preprocessor=p, prepare=lambda image: images.prepare(image, p))
+    family = SimpleNamespace(preprocessor=p, prepare=partial(images.prepare, preprocessor=p))
     made = prepare(refs, known, family, Limits(), cache)
     assert cache.decodes == 2 and [image.name for image in made] == ["p0", "p1", "p2", "p3"]
     assert made[0].patches is made[2].patches
@@ -101,7 +113,7 @@ def test_of_several_damaged_images_the_first_is_named():
     whole = encoded(picture(64, 0), "PNG")
     refs, known = sent(whole, whole[:-2000], whole[:-1900])
     p = images.Preprocessor(least=4096)
-    family = SimpleNamespace(preprocessor=p, prepare=lambda image: images.prepare(image, p))
+    family = SimpleNamespace(preprocessor=p, prepare=partial(images.prepare, preprocessor=p))
     cache = ImageCache()
     for _ in range(3):
         with pytest.raises(Refusal, match="Image p1 is a damaged PNG"):
