@@ -45,7 +45,7 @@ class Settings:
     learn_daily_gib: float = 64.0
     """What may be written to disk a day."""
     form: str | None = None
-    """The numeric form, of `families.FORMS`; None: exact."""
+    """The numeric form, of `families.FORMS`; None: bf16 on a GPU that it is made for, else exact."""
     kv_cache: str = "bf16"
     """What keys and values are held in: "bf16", or "fp8", which takes half the room and changes replies a little."""
     drafter: str | None = None
@@ -147,7 +147,8 @@ def open(
         progress("compiling kernels")
         family.warm_up(drawable(family, text))
     progress("timing rounds")
-    curve = Curve.timed(family.time_round) if hasattr(family, "time_round") else None
+    windows = getattr(family, "windows", ())
+    curve = Curve.timed(family.time_round, windows) if hasattr(family, "time_round") else None
     progress("ready")
     engine = Engine(family, store, emit, lambda id: text.decode([id]), memory, drafter, curve)
     return Opened(checkpoint, family, device, engine, text, drafter)
@@ -185,7 +186,9 @@ def read_drafter(
         return None
     import torch
 
-    if device == "cpu" or settings.form != "bf16":
+    from .families import chosen_form
+
+    if device == "cpu" or chosen_form(settings.form, device) == "exact":
         from .drafting.block import Drafter
     else:
         from .drafting.static import StaticDrafter as Drafter

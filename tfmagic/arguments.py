@@ -253,7 +253,7 @@ def engine_table(command: str, description: str) -> Table:
     add("--drafter-bits", type=drafter_bits, metavar="4|16", complete=("4", "16"),
         help="4: round the drafter's matrices; costs guesses, never a token. Default: 16, as they are")
     add("--form", type=one_of(*FORMS), metavar="|".join(FORMS), complete=FORMS,
-        help="the numeric form; default: exact; bf16 is what a GPU is made for, and is on trial")
+        help="the numeric form; default: bf16 on a GPU (Hopper or later), else exact, which is the same on all devices")
     add("--kv-cache", type=one_of(*KV), metavar="|".join(KV), complete=KV,
         help="what keys and values are held in; fp8 takes half the room and changes replies a little")
     add = table.adding("states on disk (off unless asked for; a conversation then resumes after a restart)")

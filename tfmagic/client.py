@@ -52,8 +52,8 @@ def connect(
     options: prompt_cache_gib, context (tokens), idle_minutes; learn_conversations (True: prompt states are kept on disk
     too), spill_gib (disk for states that memory has no room for), and for both learn_dir, learn_gib,
     learn_min_free_gib, learn_daily_gib; drafter (a folder, a Hugging Face id or "none"), drafter_bits (4 or 16);
-    form ("exact", a CPU's own, or "bf16", a GPU's), kv_cache ("bf16" or "fp8", which takes half the room and changes
-    replies a little). restart: end the running engine first.
+    form ("exact", the same on every device, or "bf16", a GPU's own), kv_cache ("bf16" or "fp8", which takes half the
+    room and changes replies a little). restart: end the running engine first.
     progress: told what the engine does while it starts.
     Raises TfmagicError when another model or device runs than is asked for, or none runs and `start` is False;
     Refusal or EngineFailed when the model cannot be opened.

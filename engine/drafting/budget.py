@@ -1,9 +1,9 @@
 """Which drafts a round verifies: those that are worth their rows, by the time that rounds take on this machine.
 
 What a round takes is timed once at load, for a few numbers of streams and rows, and then follows the rounds that are
-run. Every round keeps, over all streams, the guesses with the best chances, as many as make the most of the time; a
-stream whose drafts do not pay for their making drafts no more for a while. Only which guesses are verified depends on
-clocks: no token does.
+run. Every round keeps, over all streams, the guesses with the best chances, as many as make the most of the time;
+drafts that do not pay for their making are not made for a while. Only which guesses are verified depends on clocks: no
+token does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from statistics import median
 from typing import NamedTuple
@@ -35,6 +35,8 @@ FREE, GUESSED = 0.002, 0.1
 be timed."""
 RECENT, AT_LEAST = 16, 4
 """Rounds whose times correct the curve, for about so many streams each; before AT_LEAST they do not."""
+LATELY = 1024
+"""Rounds; what was not run for so many corrects it no more, so that what once seemed slow is tried again."""
 WITHIN = 20.0
 """They correct it within this factor."""
 
@@ -42,8 +44,11 @@ WITHIN = 20.0
 class Curve:
     """What a round takes, milliseconds, by streams and rows."""
 
-    def __init__(self, points: dict[int, dict[int, float]]):
-        """`points`: of each number of streams, rows -> milliseconds; rows from one a stream on."""
+    def __init__(self, points: dict[int, dict[int, float]], windows: tuple[int, ...] = ()):
+        """`points`: of each number of streams, rows -> milliseconds; rows from one a stream on. `windows`: the device
+        computes as many rows of every stream, the first of these numbers that holds the longest window; none: as many
+        as there are."""
+        self.windows = windows
         self._streams = sorted(points)
         self._serial = [points[s][min(points[s])] for s in self._streams]
         self._extra: list[tuple[list[int], list[float]]] = []
@@ -55,46 +60,65 @@ class Curve:
             least = [FREE * serial * (r - streams) for r in rows]
             more = accumulate((max(points[streams][r] - serial, low) for r, low in zip(rows, least)), max)
             self._extra.append(([r - streams for r in rows], list(more)))
-        self._ratios: dict[tuple[bool, int], deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
+        self._rounds, self._last = 0, defaultdict(int)
+        self._ratios: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
 
     @classmethod
-    def timed(cls, time_round: Callable[[int, int], float]) -> Curve:
-        """`time_round(streams, rows)` runs a round and says what it took, milliseconds."""
+    def timed(cls, time_round: Callable[[int, int], float], windows: tuple[int, ...] = ()) -> Curve:
+        """`time_round(streams, rows)` runs a round, its rows spread evenly, and says what it took, milliseconds."""
         time_round(1, 2)
         alone, left = timed(time_round, *ONE, ENOUGH)
         points = {ONE[0]: alone}
         if left >= 0:
             streams, rows = MANY if alone[8] < CHEAP * alone[1] else FEW
             points[streams], _ = timed(time_round, streams, rows, left)
-        return cls(points)
+        return cls(points, windows)
+
+    def rows(self, kept: list[int]) -> int:
+        """Rows that are computed where of each stream so many guesses are kept."""
+        if not self.windows:
+            return len(kept) + sum(kept)
+        return len(kept) * next(window for window in self.windows if window > max(kept))
 
     def serial(self, streams: int) -> float:
         """A round of one row a stream."""
         known = self._serial[0] if len(self._serial) == 1 else float(beyond(streams, self._streams, self._serial))
-        return self._scale(False, streams) * known
+        return self._scale(0, streams) * known
 
     def extra(self, streams: int, rows: np.ndarray) -> np.ndarray:
         """What so many rows more than one a stream add; [len(rows)]."""
         known = np.array([beyond(rows, *one) for one in self._extra])
         between = [float(np.interp(streams, self._streams, row)) for row in np.eye(len(known))]
-        return self._scale(True, streams) * (np.array(between) @ known)
+        sizes = self._sizes(streams, rows).tolist()
+        scales = {size: self._scale(size, streams) for size in set(sizes)}
+        return np.array([scales[size] for size in sizes]) * (np.array(between) @ known)
 
     def learn(self, streams: int, rows: int, ms: float) -> None:
-        """A round of so many streams and rows took so long."""
-        drafted, serial = rows > streams, self.serial(streams)
-        known = float(self.extra(streams, np.array([rows - streams]))[0]) if drafted else serial
-        took = ms - serial if drafted else ms
-        self._ratios[drafted, crowd(streams)].append(took * self._scale(drafted, streams) / max(known, 1e-6))
+        """A round that computed so many rows of so many streams took so long."""
+        size, serial = self._sizes(streams, rows - streams), self.serial(streams)
+        known = float(self.extra(streams, np.array([rows - streams]))[0]) if size else serial
+        took = ms - serial if size else ms
+        self._rounds += 1
+        self._last[size, crowd(streams)] = self._rounds
+        self._ratios[size, crowd(streams)].append(took * self._scale(size, streams) / max(known, 1e-6))
 
-    def _scale(self, drafted: bool, streams: int) -> float:
+    def _sizes(self, streams: int, rows: np.ndarray | int) -> np.ndarray | int:
+        """Which rounds are corrected together, by their rows more than one a stream: 0 without any, 1 with some; by
+        window where there are windows."""
+        return -(-rows // streams) if self.windows else (rows > 0) * 1
+
+    def _scale(self, size: int, streams: int) -> float:
         """The median of what recent rounds took over what the timing at load said: rounds of about so many streams, or
         before there are any, of the next numbers up and down."""
         about = crowd(streams)
         for crowds in ((about,), (about - 1, about + 1)):
-            ratios = [ratio for one in crowds for ratio in self._ratios.get((drafted, one), ())]
+            ratios = [ratio for one in crowds for ratio in self._recent(size, one)]
             if len(ratios) >= AT_LEAST:
                 return min(max(median(ratios), 1 / WITHIN), WITHIN)
         return 1.0
+
+    def _recent(self, size: int, about: int) -> Iterable[float]:
+        return self._ratios[size, about] if self._rounds - self._last[size, about] < LATELY else ()
 
 
 def timed(
@@ -139,34 +163,51 @@ class Share(NamedTuple):
 def share(drafts: list[Draft], curve: Curve | None, drafting_ms: float = 0.0) -> Share:
     """The guesses of a round that are worth their rows; all of them where no curve is known.
 
-    With n guesses kept, the likeliest first, a round gives E(n) = streams + Σ chances tokens and takes C(n). In the
-    long run the best is the largest E(n) - r C(n), where r is the best rate to be had: of rounds like this one, whose
-    drafts take `drafting_ms` besides, or of rounds without drafts. Of each draft a first part is kept, so parents come
-    with their children: no guess is valued above those before it.
+    A choice of guesses gives E = streams + Σ chances tokens and takes C. In the long run the best is the largest
+    E - r C, where r is the best rate to be had: of rounds like this one, whose drafts take `drafting_ms` besides, or of
+    rounds without drafts.
     """
     if curve is None:
         return Share([len(draft.ids) for draft in drafts])
     streams, serial = len(drafts), curve.serial(len(drafts))
     if not any(draft.ids for draft in drafts):
         return Share([0] * streams, serial, serial)
+    rows, gained, kept = by_window(drafts, curve.windows) if curve.windows else by_guess(drafts)
+    tokens, takes = streams + gained, serial + curve.extra(streams, rows)
+    rate = max(float((tokens / (takes + drafting_ms)).max()), streams / serial)
+    best = int(np.argmax(tokens - rate * takes))
+    return Share(kept(best), serial, float(takes[best]))
+
+
+Choices = tuple[np.ndarray, np.ndarray, Callable[[int], list[int]]]
+"""Rows more than one a stream, Σ chances, and of each draft the guesses kept; by number."""
+
+
+def by_guess(drafts: list[Draft]) -> Choices:
+    """Every row takes its time: the n likeliest guesses of all. Of each draft a first part is kept, so parents come
+    with their children: no guess is valued above those before it."""
     lines = [[(-chance, i) for chance in accumulate(draft.chances, min)] for i, draft in enumerate(drafts)]
     order = list(heapq.merge(*lines))
-    tokens = streams + np.cumsum([0.0] + [-chance for chance, _ in order])
-    takes = serial + curve.extra(streams, np.arange(len(order) + 1))
-    rate = max(float((tokens / (takes + drafting_ms)).max()), streams / serial)
-    n = int(np.argmax(tokens - rate * takes))
-    kept = [0] * streams
-    for _, i in order[:n]:
-        kept[i] += 1
-    return Share(kept, serial, float(takes[n]))
+    places = np.array([i for _, i in order])
+    gained = np.cumsum([0.0] + [-chance for chance, _ in order])
+    return np.arange(len(order) + 1), gained, lambda n: np.bincount(places[:n], minlength=len(drafts)).tolist()
+
+
+def by_window(drafts: list[Draft], windows: tuple[int, ...]) -> Choices:
+    """Every stream's window takes the time of the longest: what fits into each size of window."""
+    gained = [sum(sum(draft.chances[: window - 1]) for draft in drafts) for window in windows]
+    rows = len(drafts) * (np.array(windows) - 1)
+    return rows, np.array(gained), lambda n: [min(len(draft.ids), windows[n] - 1) for draft in drafts]
 
 
 SORTS = 12
 """Chances are told apart in so many steps."""
-TRUST, WHOLE = 8.0, 4.0
-"""The drafter's own word counts as so many guesses of its sort, and as so many accepted ones of all."""
-FADE = 0.998
-"""What is left of the record with each draft that is learnt from: half after 350."""
+TRUST, WHOLE, DOUBT = 8.0, 4.0, 0.75
+"""The drafter's own word counts as so many guesses of its sort; all its words as so many promised ones, of which that
+part came true, so that a trial is cheap."""
+FADE, STALE = 0.998, 0.125
+"""What is left of the record with each draft that is learnt from, half after 350; and when drafts pause, for it will be
+old when they go on."""
 
 
 class Calibration:
@@ -179,28 +220,32 @@ class Calibration:
     """
 
     def __init__(self):
-        self._right, self._tried, self._promised = np.zeros(SORTS), np.zeros(SORTS), 0.0
+        self._right, self._tried, self._promised = [0.0] * SORTS, [0.0] * SORTS, 0.0
 
     def corrected(self, draft: Draft) -> Draft:
         chances, own = [], self._own(draft)
-        whole = (self._right.sum() + WHOLE) / (self._promised + WHOLE)
+        whole = (sum(self._right) + DOUBT * WHOLE) / (self._promised + WHOLE)
         for parent, p in zip(draft.parents, own):
             at = sort(p)
             q = (self._right[at] + TRUST * min(p * whole, 1.0)) / (self._tried[at] + TRUST)
-            chances.append(float(min(q, 1.0)) * (chances[parent - 1] if parent else 1.0))
+            chances.append(min(q, 1.0) * (chances[parent - 1] if parent else 1.0))
         return draft._replace(chances=chances)
 
     def learn(self, draft: Draft, kept: int, rows: list[int]) -> None:
         """Of a draft as it came from the drafter, the first `kept` guesses were verified; `rows` were walked."""
-        self._right *= FADE
-        self._tried *= FADE
-        self._promised *= FADE
+        self.fade(FADE)
         walked = set(rows)
         for row, (parent, p) in enumerate(zip(draft.parents[:kept], self._own(draft)), 1):
             if parent in walked:
                 self._promised += p
                 self._tried[sort(p)] += 1
                 self._right[sort(p)] += row in walked
+
+    def fade(self, left: float) -> None:
+        """So much is left of the record."""
+        self._right = [left * right for right in self._right]
+        self._tried = [left * tried for tried in self._tried]
+        self._promised *= left
 
     @staticmethod
     def _own(draft: Draft) -> list[float]:
@@ -216,53 +261,48 @@ def sort(chance: float) -> int:
     return min(int(chance * SORTS), SORTS - 1)
 
 
-LOSS, AGAIN = 1.0, 0.5
-TRIAL, PROBE = 4, 2
-"""What drafts may lose before a stream pauses, in its serial rounds, and how many must have been made: at first, and
-after a pause."""
-SPEND, LONGEST = 0.005, 128
-"""The part of a stream's time that drafts which do not pay may take: what was lost, over it, is the pause, rounds; at
-most LONGEST."""
-LOSING = -0.05
-"""Where other streams' drafts lose more than that each, a new stream begins within a pause."""
-CREDIT = 2.0
-"""What drafts have gained is held against later losses up to so much."""
+LOSS, AGAIN, TRIES = 1.0, 0.5, 2
+"""What drafts may lose before they pause, in rounds without any: at first, and after a pause; and how many of them must
+have been made since, for one alone may be out of luck."""
+SPEND, LONGEST = 0.008, 512
+"""The part of the time that drafts which do not pay may take: what was lost, over it, is the pause, rounds; at most
+LONGEST."""
+CREDIT = 8.0
+"""What a reply's drafts have gained is held against its later losses up to so much."""
 
 
 class Worth:
-    """Whether a stream's drafts pay for their making.
+    """Whether drafts of one kind pay for their making, with about so many streams.
 
-    What each gained or lost adds up. A stream that has lost a round's time makes no drafts until the loss is a small
-    part of its rounds; then it may lose half as much again before the next pause.
+    What each round's drafts gained or lost adds up. When they have lost a round's time, none are made until the loss
+    is a small part of the rounds; then they may lose half as much again before the next pause. All streams pause and
+    try again together, since a draft for one takes nearly the time of drafts for all, and every stream waits for it.
     """
 
-    def __init__(self, usual: float = 0.0, begun: float = 0.0):
-        """`usual`: what other streams' drafts gain each. Where they lose, this one begins within a pause, of which the
-        part `begun` is over."""
-        self.balance, self.paused, self._made, self._limits = 0.0, 0, 0, (LOSS, TRIAL)
-        if usual < LOSING:
-            self._rest(AGAIN * (1 - begun))
+    def __init__(self):
+        self.balance, self.paused, self._made, self._limit = 0.0, 0, 0, LOSS
+
+    def begin(self) -> None:
+        """A reply begins: what others have gained is not held against its losses."""
+        self.balance = min(self.balance, 0.0)
 
     def rests(self) -> bool:
         """Whether this round goes without; counts it."""
         self.paused -= self.paused > 0
         return self.paused > 0
 
-    def learn(self, gain: float) -> None:
-        """A draft gained so many serial rounds more than it took."""
-        self.balance, self._made = min(self.balance + gain, CREDIT), self._made + 1
-        loss, least = self._limits
-        if self.balance < -loss and self._made >= least:
-            self._rest(-self.balance)
-
-    def _rest(self, lost: float) -> None:
-        self.balance, self._made, self._limits = 0.0, 0, (AGAIN, PROBE)
-        self.paused = min(math.ceil(lost / SPEND), LONGEST)
+    def learn(self, gain: float, made: int) -> None:
+        """So many drafts, made for one round, gained so much; in rounds without any."""
+        self.balance, self._made = min(self.balance + gain, CREDIT), self._made + made
+        if self.balance < -self._limit and self._made >= TRIES:
+            self.paused = min(math.ceil(-self.balance / SPEND), LONGEST)
+            self.balance, self._made, self._limit = 0.0, 0, AGAIN
 
 
 def gain(accepted: int, kept: int, shared: Share, drafts: list[int], drafting_ms: float) -> float:
-    """What a stream's draft saved, in its serial rounds: its accepted tokens, less its part of the rows' time (by
-    guesses kept; `drafts`: of all streams) and of the drafting (`drafting_ms`: its own part)."""
+    """What some streams' drafts gained, tokens more than rounds without any give in their time: what was accepted, less
+    that of their part of the rows (by guesses kept; `drafts`: of all streams) and of the drafting (`drafting_ms`: their
+    own part)."""
     if shared.serial_ms is None or shared.planned_ms is None:
         return 0.0
     rows = kept * (shared.planned_ms - shared.serial_ms) / max(sum(drafts), 1)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Callable, Iterable
+from statistics import median_low
 from typing import Any
 
 from tfmagic.engine.resident.log import log
@@ -26,10 +26,6 @@ HELD = 4096
 BLOCKS = {"on": tree.tree, "tree": tree.tree, "block": tree.block}
 """By the request's `draft`: what is made of a block drafter's candidates."""
 COPYING = ("on", "copy")
-GOLDEN = 0.618
-"""Spreads the streams evenly over a pause, so that they do not all try again at once, nor short ones never."""
-SLOW = 0.05
-"""The weight of the newest draft in what drafts are worth to the engine as a whole."""
 
 
 class Taps:
@@ -70,7 +66,6 @@ class Guesses:
         """The drafter's, of this sequence; None: it is not asked."""
         self.taps = Taps()
         """What the context does not have yet."""
-        self.worth = Worth()
 
 
 class Proposal:
@@ -90,9 +85,8 @@ class Drafting:
         """`drafter`: a `block.Drafter`, None where the model has none; `curve`: None: every guess is verified."""
         self.drafter, self.curve = drafter, curve
         self._calibrations: dict[tuple, Calibration] = defaultdict(Calibration)
-        self._usual: dict[tuple, float] = defaultdict(float)
-        self._begun = 0
-        self._costs: dict[int, deque[float]] = {}
+        self._worths: dict[tuple, Worth] = defaultdict(Worth)
+        self._costs: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=budget.RECENT))
 
     def begin(self, streams: list[Any], taps: Taps, decoding: int) -> None:
         """A prompt's streams begin to decode, their first tokens delivered; `taps`: the prompt's, as far as they were
@@ -105,8 +99,7 @@ class Drafting:
             self._read(context, taps)
             for stream in mine:
                 stream.guesses.context = context if stream is mine[0] else context.fork()
-                self._begun += 1
-                stream.guesses.worth = Worth(self._usual[crowd(decoding), kind(stream)], GOLDEN * self._begun % 1)
+                self._worths[crowd(decoding), kind(stream)].begin()
         except Exception as error:
             self._failed(mine, error)
 
@@ -115,7 +108,7 @@ class Drafting:
         began = time.perf_counter()
         limits = [min(ROWS, stream.room) - 1 for stream in streams]
         raw = [self._copied(stream, limit) for stream, limit in zip(streams, limits)]
-        asking = [i for i, draft in enumerate(raw) if not draft.ids and self._asks(streams[i], limits[i])]
+        asking = self._asking(streams, [i for i, draft in enumerate(raw) if not draft.ids and limits[i] > 0])
         for i, draft in self._blocks(streams, limits, asking):
             raw[i] = draft
         drafts = [
@@ -127,32 +120,35 @@ class Drafting:
         return Proposal(drafts, raw, set(asking), budget.share(drafts, self.curve, usual), usual)
 
     def _usual_cost(self, asked: int, now: float) -> float:
-        """What drafts for so many streams usually take, milliseconds; `now`: these. The first of their number, for
-        which the device had to be made ready, are not counted."""
-        costs = self._costs.get(asked)
-        if costs is None:
-            costs = self._costs[asked] = deque(maxlen=budget.RECENT)
-        else:
-            costs.append(now)
-        return median(costs) if costs else 0.0
+        """What drafts for about so many streams usually take, milliseconds; `now`: these."""
+        costs = self._costs[crowd(asked - 1)]
+        costs.append(now)
+        return median_low(costs)
 
     def learn(self, streams: list[Any], proposal: Proposal, walks: list[Walk], ms: float) -> None:
         """How the round went, which took `ms`."""
         kept = [len(draft.ids) for draft in proposal.kept]
         if self.curve is not None:
-            self.curve.learn(len(streams), len(streams) + sum(kept), ms)
+            self.curve.learn(len(streams), self.curve.rows(kept), ms)
+        accepted = [max(len(walk.rows) - 1, 0) for walk in walks]
         for i, (stream, draft, walk) in enumerate(zip(streams, proposal.raw, walks)):
-            accepted = max(len(walk.rows) - 1, 0)
             if draft.source == "copy":
-                stream.guesses.copies.learn(kept[i], accepted)
+                stream.guesses.copies.learn(kept[i], accepted[i])
             elif draft.ids and not walk.error:
                 self._calibrations[kind(stream)].learn(draft, kept[i], walk.rows)
-            if i in proposal.asked and self.curve is not None:
-                part = proposal.drafting_ms / len(proposal.asked)
-                worth = budget.gain(accepted, kept[i], proposal.share, kept, part)
-                stream.guesses.worth.learn(worth)
-                usual = crowd(len(streams)), kind(stream)
-                self._usual[usual] += SLOW * (worth - self._usual[usual])
+        if self.curve is not None:
+            self._weigh(streams, proposal, kept, accepted)
+
+    def _weigh(self, streams: list[Any], proposal: Proposal, kept: list[int], accepted: list[int]) -> None:
+        """What the drafts that were made for this round were worth, by kind."""
+        for alike, asked in grouped(streams, proposal.asked).items():
+            tokens, guesses = (sum(of[i] for i in asked) for of in (accepted, kept))
+            part = proposal.drafting_ms * len(asked) / len(proposal.asked)
+            gained = budget.gain(tokens, guesses, proposal.share, kept, part)
+            worth = self._worths[crowd(len(streams)), alike]
+            worth.learn(gained / len(streams), len(asked))
+            if worth.paused:
+                self._calibrations[alike].fade(budget.STALE)
 
     def read(self, stream: Any, taps: Any, start: int) -> None:
         """Tapped rows of a stream's walk, from row `start` on: read with its next draft."""
@@ -174,9 +170,12 @@ class Drafting:
             guesses.copies = None
             return NOTHING
 
-    def _asks(self, stream: Any, limit: int) -> bool:
-        guesses = stream.guesses
-        return limit > 0 and guesses.context is not None and not guesses.worth.rests()
+    def _asking(self, streams: list[Any], free: list[int]) -> list[int]:
+        """Of the streams of these places, those that have a drafter to ask whose drafts do not pause."""
+        able = [i for i in free if streams[i].guesses.context is not None]
+        kinds = grouped(streams, able).items()
+        asked = [own for alike, own in kinds if not self._worths[crowd(len(streams)), alike].rests()]
+        return sorted(i for own in asked for i in own)
 
     def _blocks(self, streams: list[Any], limits: list[int], asking: list[int]) -> list[tuple[int, Draft]]:
         """The drafter's drafts for the streams of these places: in one batch, or none where it fails."""
@@ -213,3 +212,11 @@ class Drafting:
 def kind(stream: Any) -> tuple:
     """Streams whose drafts are alike in what they are worth."""
     return stream.sampling.draft, stream.sampling.greedy
+
+
+def grouped(streams: list[Any], places: Iterable[int]) -> dict[tuple, list[int]]:
+    """Places by the kind of their streams."""
+    groups: dict[tuple, list[int]] = defaultdict(list)
+    for i in places:
+        groups[kind(streams[i])].append(i)
+    return groups

@@ -128,9 +128,10 @@ def test_hopeless_guesses_are_cut_and_sure_ones_stay():
 
 
 def test_a_calibration_learns_what_is_accepted_and_forgets():
-    rng, calibration = random.Random(0), Calibration()
-    draft = Draft([1, 2, 3], [0, 0, 1], [0.8, 0.1, 0.64], "tree")
-    assert calibration.corrected(draft).chances == pytest.approx(draft.chances)
+    rng, calibration, own = random.Random(0), Calibration(), [0.8, 0.1, 0.64]
+    draft = Draft([1, 2, 3], [0, 0, 1], own, "tree")
+    fresh = calibration.corrected(draft).chances
+    assert fresh == pytest.approx([budget.DOUBT * 0.8, budget.DOUBT * 0.1, (budget.DOUBT * 0.8) ** 2])
     for _ in range(400):  # in truth 0.4, 0.1 and, behind the first, 0.4
         rows = [0]
         if rng.random() < 0.4:
@@ -140,34 +141,54 @@ def test_a_calibration_learns_what_is_accepted_and_forgets():
         calibration.learn(draft, 3, rows)
     first, second, third = calibration.corrected(draft).chances
     assert 0.3 < first < 0.5 and 0.05 < second < 0.15 and 0.1 < third < 0.25 and isinstance(third, float)
+    before = calibration.corrected(draft).chances
+    calibration.fade(budget.STALE)
+    assert calibration.corrected(draft).chances[2] > before[2]
     for _ in range(6000):
         calibration.learn(draft, 0, [0])
-    assert calibration.corrected(draft).chances == pytest.approx(draft.chances, rel=0.1)
+    assert calibration.corrected(draft).chances == pytest.approx(fresh, rel=0.1)
+    for _ in range(400):
+        calibration.learn(draft, 3, [0, 1, 3] if rng.random() < 0.8 else [0, 2])
+    assert calibration.corrected(draft).chances[0] > 0.7
 
 
-def test_a_stream_whose_drafts_do_not_pay_pauses_and_tries_again():
-    def rounds(worth, value, n):
+def test_drafts_that_do_not_pay_pause_and_are_tried_again():
+    def rounds(worth, value, n, streams=1):
         asked = []
         for _ in range(n):
-            if not worth.rests():
-                worth.learn(value)
-                asked.append(1)
-            else:
-                asked.append(0)
+            asked.append(not worth.rests())
+            if asked[-1]:
+                worth.learn(value, streams)
         return asked
 
-    assert sum(rounds(Worth(), 1.0, 500)) == 500
+    assert all(rounds(Worth(), 1.0, 500))
     for loss in (0.05, 0.3, 2.0):
         asked = rounds(Worth(), -loss, 5000)
-        first, most = asked.index(0), max(budget.LOSS + loss, budget.TRIAL * loss)
-        assert first >= budget.TRIAL and budget.LOSS <= loss * first <= most + 0.1
-        assert 0 < loss * sum(asked[1000:]) / 4000 < max(2 * budget.SPEND, 2.1 * loss * budget.PROBE / budget.LONGEST)
+        first = asked.index(False)
+        assert first >= budget.TRIES and budget.LOSS <= loss * first <= max(budget.LOSS, loss) + loss + 0.1
+        assert 0 < loss * sum(asked[1000:]) / 4000 < 1.1 * budget.SPEND
+    assert rounds(Worth(), -2.0, 9, streams=2).index(False) == 1  # several drafts are not out of luck together
     worth = Worth()
     rounds(worth, -1.0, 300)
     assert sum(rounds(worth, 1.0, 500)) > 100
-    began = [rounds(Worth(-1.0, begun), 1.0, 120).index(1) for begun in (0.0, 0.5, 0.9, 0.99)]
-    assert began == sorted(began, reverse=True) and 80 < began[0] < 120 and began[-1] <= 1
-    assert all(rounds(Worth(1.0), 1.0, 20))
+
+
+def test_what_a_reply_has_gained_is_held_against_its_own_losses_alone():
+    for renewed in (False, True):
+        worth = Worth()
+        for _ in range(50):
+            worth.learn(1.0, 1)
+        if renewed:
+            worth.begin()
+        lost = 0
+        while not worth.paused:
+            worth.learn(-0.5, 1)
+            lost += 0.5
+        assert lost == budget.LOSS + 0.5 + (0 if renewed else budget.CREDIT)
+    assert worth.paused == pytest.approx(1.5 * budget.LOSS / budget.SPEND, abs=1)
+    for _ in range(budget.TRIES):
+        worth.learn(-1e9, 1)  # the machine slept
+    assert worth.paused == budget.LONGEST
 
 
 def test_the_gain_of_a_draft():

@@ -88,8 +88,8 @@ def test_all_streams_draft_in_one_batch_and_never_past_the_reply(drafted):
 
 def test_first_tokens_go_out_before_the_drafter_reads_the_prompt(drafted):
     bench, drafter = drafted(["right"])
-    order, take, extend = [], bench.engine.emit, drafter.extend
-    bench.engine.emit = lambda event: (isinstance(event, protocol.First) and order.append("first")) or take(event)
+    order, take, extend = [], bench.engine.sink, drafter.extend
+    bench.engine.sink = lambda event: (isinstance(event, protocol.First) and order.append("first")) or take(event)
     drafter.extend = lambda *args: order.append("read") or extend(*args)
     for seed in range(2):
         bench.submit(text_prompt(ids(300, seed)), replace(LONG, draft="tree"), 2)
@@ -216,7 +216,7 @@ def test_chances_come_to_be_honest(tiny, drafted):
         rounds = [r for r in bench.run(prompt, asked).streams[0].rounds if r.nodes]
         promised.append(sum(r.expected - 1 for r in rounds) / len(rounds))
         came.append(sum(r.accepted for r in rounds) / len(rounds))
-    assert promised[0] > 1.4 * came[0] and promised[2] == pytest.approx(came[2], rel=0.4)
+    assert promised[0] > 1.15 * came[0] and promised[2] == pytest.approx(came[2], rel=0.4)
 
 
 def sure(places):
