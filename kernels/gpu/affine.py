@@ -1,14 +1,20 @@
 """Products with MLX affine weights: value = scale · q + bias, q of 4 or 8 bits, a scale and a bias a group of inputs.
 
-A weight is never widened in memory, nor is a product of it rounded early: of each group the tensor cores sum x · q over
-whole numbers, and float32 does the rest, acc += (x · q) · scale + (sum of x) · bias, group after group. The steps of
-every weight are cut into `SLICES` such sums, which are then added up in order.
+A value is rounded once, to bf16, as MLX's own dequantised weights are; its products are summed in float32, K upwards,
+as `linear` sums those of dense weights. The inputs of a weight with few outputs are cut into `slices` such sums, which
+are then added up in order: so a narrow output still keeps all processors busy.
 
-Packed form, made once at load (`pack`, undone by `unpack`). A step of inputs is as many groups as a 16-bit unit holds
-codes, 4 of 4 bits or 2 of 8 bits; unit p of a row holds input p of each of the step's groups, the first group lowest.
-One shift and one mask then turn a register of two units into two bf16 codes, and a group's codes come out in the order
-of its inputs. Rows lie in blocks of 16: [N / 16, steps, 16, group], so that a program streams through memory; beside
-them [N / 16, steps, 16, groups of a step] words of 32 bits, the scale's bf16 bits low, the bias's high.
+Two forms give a row the same bits. `_stream` unpacks in registers and reads each weight once as fast as memory gives
+it, for few rows; for many, `_widen` writes bf16 values to memory, a part of the outputs at a time, and `_tall`
+multiplies by them.
+
+Packed form, made once at load (`pack`, undone by `unpack`). A step is 128 inputs: 4 runs of 32. Unit u of a row, 16
+bits, holds input u of each of 16 / bits runs, the first run lowest; 8 bits have two such halves a step. A mask then
+turns a register of two units into two bf16 numbers q · 2^-133 (denormal ones have the value of their bits, and so have
+the least normal ones), or 16 times that, and one fused multiplication and addition makes two values of them. For its
+sake a scale is stored times 2^117 and a bias times 2^-16, exactly, so that a value comes out times 2^-16, which the
+finished sum makes good. Rows lie in blocks of 16, so that a program streams through memory: units int16
+[N / 16, steps, 16, 8 · bits], words int32 [N / 16, steps, 128 / group, 16], the scale's bf16 bits low, the bias's high.
 """
 
 from __future__ import annotations
@@ -21,13 +27,31 @@ from torch import Tensor
 from tfmagic.errors import Refusal
 
 from . import tiles
-from .common import EARLY, INTERPRETED, cdiv, constexpr_function, dot, fetch, jit, let_next_start, tl, wait_for_last
-from .epilogue import finish
+from .common import (
+    EARLY,
+    INTERPRETED,
+    cdiv,
+    constexpr_function,
+    descriptor,
+    dot,
+    fetch,
+    jit,
+    let_next_start,
+    tl,
+    wait_for_last,
+)
+from .epilogue import GATED, finish
 
 BLOCK = 16
 """Rows of a weight that are packed together."""
-SLICES = 4
-"""Of a weight's steps of inputs, each summed by itself and then one after another."""
+STEP, RUN = 128, 32
+"""Inputs that are packed together, and those of them that lie side by side."""
+SCALE, BIAS = 2.0**117, 2.0**-16
+"""What scales and biases are multiplied by, exactly: scales are below 2048."""
+TURNS = 16
+"""Row tiles of a weight whose slices may be added up at one time."""
+SCRATCH = 128 << 20
+"""Bytes that the bf16 values of a part of a weight take, about."""
 
 
 class Affine:
@@ -49,6 +73,8 @@ class Affine:
         self.bits, self.group = bits, group
         self.bias = None if bias is None else bias.to(q.device, torch.bfloat16).contiguous()
         self.units, self.words = pack(codes_of(q, bits), scales.bfloat16(), biases.bfloat16(), bits, group)
+        self.slices = tiles.slices(self.n)
+        self.tickets = torch.zeros(TURNS * len(self.units), dtype=torch.int32, device=q.device)
 
     @property
     def steps(self) -> int:
@@ -73,182 +99,175 @@ def pack(codes: Tensor, scales: Tensor, biases: Tensor, bits: int, group: int) -
     """codes int32 [N, K], scales and biases bf16 [N, K / group] -> units int16 and words int32, as this module's head
     describes. Rows and inputs that fill up are zeros with scale and bias 0."""
     (N, K), planes = codes.shape, 16 // bits
-    blocks, steps = cdiv(N, BLOCK), cdiv(K, planes * group)
+    blocks, steps = cdiv(N, BLOCK), cdiv(K, STEP)
     pad = torch.nn.functional.pad
-    codes = pad(codes, (0, steps * planes * group - K, 0, blocks * BLOCK - N)).view(blocks, BLOCK, steps, planes, group)
+    codes = pad(codes, (0, steps * STEP - K, 0, blocks * BLOCK - N)).view(blocks, BLOCK, steps, -1, planes, RUN)
     shifts = torch.arange(0, 16, bits, device=codes.device, dtype=torch.int32)
-    units = (codes << shifts[:, None]).sum(3, dtype=torch.int32).to(torch.int16)
-    fill = (0, steps * planes - K // group, 0, blocks * BLOCK - N)
-    low, high = (pad(x, fill).view(torch.int16).int() for x in (scales, biases))
-    words = ((high << 16) | (low & 0xFFFF)).view(blocks, BLOCK, steps, planes)
-    return units.transpose(1, 2).contiguous(), words.transpose(1, 2).contiguous()
+    units = (codes << shifts[:, None]).sum(4, dtype=torch.int32).to(torch.int16).flatten(3)
+    fill = (0, (steps * STEP - K) // group, 0, blocks * BLOCK - N)
+    parts = (scales.float() * SCALE).bfloat16(), (biases.float() * BIAS).bfloat16()
+    low, high = (pad(part, fill).view(torch.int16).int() for part in parts)
+    words = ((high << 16) | (low & 0xFFFF)).view(blocks, BLOCK, steps, STEP // group)
+    return units.transpose(1, 2).contiguous(), words.permute(0, 2, 3, 1).contiguous()
 
 
 def unpack(units: Tensor, words: Tensor, n: int, k: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """The inverse of `pack`: codes int32 [n, k], scales and biases bf16 [n, k / group]."""
     shifts = torch.arange(0, 16, bits, device=units.device, dtype=torch.int32)
-    codes = (units.transpose(1, 2).int()[:, :, :, None] >> shifts[:, None]) & ((1 << bits) - 1)
-    codes = codes.reshape(len(units) * BLOCK, -1)[:n, :k]
-    group = units.shape[-1]
-    flat = words.transpose(1, 2).reshape(len(units) * BLOCK, -1)[:n, : k // group]
-    scales, biases = ((flat << s >> 16).to(torch.int16).view(torch.bfloat16) for s in (16, 0))
-    return codes, scales, biases
+    halves = units.transpose(1, 2).int().unflatten(3, (-1, 1, RUN))
+    codes = ((halves >> shifts[:, None]) & ((1 << bits) - 1)).reshape(len(units) * BLOCK, -1)[:n, :k]
+    flat = words.permute(0, 3, 1, 2).reshape(len(units) * BLOCK, -1)[:n, : k * words.shape[2] // STEP]
+    low, high = ((flat << s >> 16).to(torch.int16).view(torch.bfloat16).float() for s in (16, 0))
+    return codes, (low / SCALE).bfloat16(), (high / BIAS).bfloat16()
+
+
+def values(w: Affine) -> Tensor:
+    """bf16 [N, K], from the packed form."""
+    codes, scales, biases = (part.double() for part in unpack(w.units, w.words, w.n, w.k, w.bits))
+    return (codes * scales.repeat_interleave(w.group, 1) + biases.repeat_interleave(w.group, 1)).bfloat16()
 
 
 def affine_twin(x: Tensor, w: Affine) -> Tensor:
-    """x · Wᵀ + bias in float64, from the packed form."""
-    codes, scales, biases = (part.double() for part in unpack(w.units, w.words, w.n, w.k, w.bits))
-    values = codes * scales.repeat_interleave(w.group, 1) + biases.repeat_interleave(w.group, 1)
-    y = x.double() @ values.t()
+    """x · Wᵀ + bias in float64."""
+    y = x.double() @ values(w).double().t()
     return y if w.bias is None else y + w.bias.double()
 
 
 def affine(x: Tensor, w: Affine, what: int, residual: Tensor | None, out: Tensor, tile: tiles.Tile) -> None:
-    """Launch a Triton form. Many rows (a `tall` tile) have the sums of their groups made once, before."""
-    M, planes = len(x), 16 // w.bits
+    """Launch a Triton form."""
+    (_many if tile.form == "tall" else _few)(x, w, what, residual, out, tile)
+
+
+def _few(x: Tensor, w: Affine, what: int, residual: Tensor | None, out: Tensor, tile: tiles.Tile) -> None:
+    M, rows = len(x), cdiv(len(x), tile.rows)
+    if rows > TURNS:
+        raise ValueError(f"{rows} row tiles, at most {TURNS}")
     bias, add = x if w.bias is None else w.bias, out if residual is None else residual
-    sizes = M, w.n, w.k, x.stride(0), out.stride(0), add.stride(0), w.steps, len(w.units)
-    facts = what, w.bias is not None, residual is not None
-    grid = (cdiv(M, tile.rows) * cdiv(w.n, tile.columns),)
-    if tile.form == "tall":
-        sums = x.new_empty(w.steps * planes, M, dtype=torch.float32)
-        _sums[(cdiv(M, 64), w.steps * planes)](x, sums, M, w.k, x.stride(0), 64, w.group, INTERPRETED, num_warps=4)
-        _tall[grid](
-            x, w.units, w.words, sums, bias, add, out, *sizes, tile.rows, tile.columns, w.bits, w.group, tile.group,
-            *facts, w.k % (planes * w.group) == 0, SLICES, INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
-        return
+    parts = x.new_empty(w.slices, M, w.n, dtype=torch.float32) if w.slices > 1 else out
     early = tile.early and EARLY
-    _stream[grid](
-        x, w.units, w.words, bias, add, out, *sizes, tile.rows, tile.columns, w.bits, w.group, *facts,
-        w.k % (SLICES * planes * w.group) == 0, SLICES, tiles.AHEAD * early, INTERPRETED,
-        num_warps=SLICES, num_stages=tile.stages, launch_pdl=early,
+    _stream[(rows * cdiv(w.n, tile.columns) * w.slices,)](
+        x, w.units, w.words, bias, add, out, parts, w.tickets, M, w.n, w.k, x.stride(0), out.stride(0), add.stride(0),
+        w.steps, len(w.units), tile.rows, tile.columns, w.bits, w.group, what, w.bias is not None, residual is not None,
+        w.k % STEP == 0, w.slices, early, tile.ahead * early, INTERPRETED,
+        num_warps=tile.warps, num_stages=tile.stages, launch_pdl=early,
     )  # fmt: skip
+
+
+def _many(x: Tensor, w: Affine, what: int, residual: Tensor | None, out: Tensor, tile: tiles.Tile) -> None:
+    x, half = x.contiguous(), 2 if what == GATED else 1
+    parts = cdiv(2 * w.n * w.k, SCRATCH)
+    rows = cdiv(cdiv(w.n, parts), 256) * 256
+    scratch = x.new_empty(min(rows, len(w.units) * BLOCK), w.k)
+    for start in range(0, w.n, rows):
+        n = min(rows, w.n - start)
+        some, columns = slice(start // BLOCK, cdiv(start + n, BLOCK)), slice(start // half, (start + n) // half)
+        units, words, y = w.units[some], w.words[some], out[:, columns]
+        bias = x if w.bias is None else w.bias[start : start + n]
+        add = y if residual is None else residual[:, columns]
+        _widen[(cdiv(len(units), 8), w.steps)](
+            units, words, scratch, w.k, w.steps, len(units), w.bits, w.group, INTERPRETED, num_warps=4
+        )
+        _tall[(cdiv(len(x), tile.rows) * cdiv(n, tile.columns),)](
+            descriptor(x, tile.rows, tile.depth), descriptor(scratch, tile.columns, tile.depth), bias, add, y, len(x),
+            n, w.k, cdiv(w.steps, w.slices) * STEP, y.stride(0), add.stride(0), tile.rows, tile.columns, tile.depth,
+            tile.group, what, w.bias is not None, residual is not None, w.slices, INTERPRETED,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
 
 
 @jit(do_not_specialize=["M", "steps", "blocks"])
 def _stream(
-    x, units, words, bias, residual, out, M, N, K, sx, so, sr, steps, blocks,
+    x, units, words, bias, residual, out, parts, tickets, M, N, K, sx, so, sr, steps, blocks,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, WHAT: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, EVEN: tl.constexpr, SLICES: tl.constexpr, AHEAD: tl.constexpr,
-    WIDEN: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, EVEN: tl.constexpr, SLICES: tl.constexpr, EARLY: tl.constexpr,
+    AHEAD: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """A program an output tile, held transposed, [columns, rows]: weights come from registers and so stand on the left
-    of the tensor cores' product. A warp a slice of the inputs: a warp then has the columns to itself, so that rows are
-    fetched and summed once for all of them, and a narrow output still keeps all processors busy. Row tiles of the same
-    weights run side by side."""
+    """A program a slice of an output tile, held transposed, [columns, rows]: weights come from registers and so stand
+    on the left of the tensor cores' product. Row tiles of the same weights run side by side. Each of a tile's programs
+    leaves its sums in memory and takes a ticket; the one with the last adds them up."""
     PLANES: tl.constexpr = 16 // BITS
+    UNITS: tl.constexpr = 8 * BITS
+    GROUPS: tl.constexpr = 128 // GROUP
     tiles_m = tl.cdiv(M, ROWS)
-    m = (tl.program_id(0) % tiles_m) * ROWS + tl.arange(0, ROWS)
-    first = (tl.program_id(0) // tiles_m) * COLUMNS
-    n, s, k = first + tl.arange(0, COLUMNS), tl.arange(0, SLICES), tl.arange(0, GROUP)
+    tile_m, s = tl.program_id(0) % tiles_m, tl.program_id(0) // tiles_m % SLICES
+    tile_n = tl.program_id(0) // (tiles_m * SLICES)
+    m, n = tile_m * ROWS + tl.arange(0, ROWS), tile_n * COLUMNS + tl.arange(0, COLUMNS)
     span = tl.cdiv(steps, SLICES)
+    begin, end = s * span, tl.minimum((s + 1) * span, steps)
     # Rows of weights past the last block are read from it, and give columns that are not stored.
-    row = tl.minimum(n // 16, blocks - 1).to(tl.int64) * steps * 16 + n % 16
+    block, inner = tl.minimum(n // 16, blocks - 1).to(tl.int64) * steps * 16, n % 16
+    let_next_start(EARLY)
     if AHEAD:
-        let_next_start(True)
-        EACH: tl.constexpr = AHEAD // SLICES
-        j = tl.arange(0, AHEAD)
-        line = tl.minimum(j // EACH * span + tl.minimum(j % EACH, span - 1), steps - 1) * 16
-        fetch(units + (row[:, None] + line[None, :]) * GROUP)
-        wait_for_last(True)
-    rows = x + m.to(tl.int64)[None, :, None] * sx + k[None, None, :]
-    unit = units + row[None, :, None] * GROUP + k[None, None, :]
-    word = words + row[None, :] * PLANES
-    ones = tl.full([SLICES, 16, GROUP], 1.0, tl.float32).to(tl.bfloat16)
-    nothing = tl.zeros([SLICES, 16, ROWS], tl.float32)
-    none = tl.zeros([SLICES, COLUMNS, ROWS], tl.float32)
-    acc = none
-    # Scales are fetched a step ahead by hand: the compiler does so for the product's operands alone.
-    now = _words(word + _place(s, 0, span, steps)[:, None] * 16 * PLANES, BITS, WIDEN)
-    for step in range(0, span):
-        then = _words(word + _place(s, tl.minimum(step + 1, span - 1), span, steps)[:, None] * 16 * PLANES, BITS, WIDEN)
-        place = _place(s, step, span, steps)
-        packed = tl.load(unit + place[:, None, None] * 16 * GROUP, eviction_policy="evict_first")
-        for plane in tl.static_range(PLANES):
-            # Of a step past a slice's end the weights are another's, and the inputs zeros.
-            at = ((s * span + step) * PLANES + plane) * GROUP
-            there = (m < M)[None, :, None]
-            if not EVEN:
-                there = there & (k[None, None, :] < (K - at)[:, None, None])
-            b = tl.permute(tl.load(rows + at[:, None, None], mask=there, other=0.0), [0, 2, 1])
-            part = dot(_codes(packed, plane, BITS, WIDEN), b, none, WIDEN)
-            # Sixteen equal rows, which is what a tensor core's product has at least.
-            total = tl.broadcast_to(dot(ones, b, nothing, WIDEN)[:, None], [SLICES, COLUMNS // 16, 16, ROWS])
-            scale, offset = _scale_and_offset(now[plane], BITS)
-            acc = _add_group(acc, part, tl.reshape(total, acc.shape), scale[:, :, None], offset[:, :, None])
-        now = then
-    # The slices' sums, one after another as in `_tall`.
-    even, odd = tl.split(tl.reshape(tl.permute(acc, [1, 2, 0]), [COLUMNS, ROWS, 2, 2]))
-    one, three = tl.split(even)
-    two, four = tl.split(odd)
-    y = tl.trans((((tl.zeros([COLUMNS, ROWS], tl.float32) + one) + two) + three) + four)
-    _leave(y, bias, residual, out, M, N, so, sr, m, first, n, COLUMNS, WHAT, BIAS, RESIDUAL)
+        line = begin * (UNITS // 4) + tl.arange(0, AHEAD)[None, :] * 16 + inner[:, None]
+        fetch(units + block[:, None] * UNITS + tl.minimum(line, steps * (UNITS // 4) - 1) * 64)
+    wait_for_last(EARLY)
+    k = tl.arange(0, 32)
+    rows = x + m.to(tl.int64)[:, None] * sx + k[None, :]
+    unit = units + (block + inner)[:, None] * UNITS + k[None, :]
+    word = words + (block * GROUPS + inner)[:, None]
+    acc = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for step in range(begin, end):
+        for run in tl.static_range(4):
+            if run % PLANES == 0:
+                packed = tl.load(unit + step * 16 * UNITS + run // PLANES * 32, eviction_policy="evict_first")
+            if run % (4 // GROUPS) == 0:
+                group = tl.load(word + (step * GROUPS + run * GROUPS // 4) * 16)
+            at = step * 128 + run * 32
+            there = (m < M)[:, None] if EVEN else (m < M)[:, None] & (k < K - at)[None, :]
+            b = tl.trans(tl.load(rows + at, mask=there, other=0.0))
+            acc = dot(_values(packed, group, run % PLANES, BITS, WIDEN), b, acc, WIDEN)
+    y = tl.trans(acc)
+    if SLICES == 1:
+        _leave(y, bias, residual, out, M, N, so, sr, m, n, tile_n * COLUMNS, COLUMNS, WHAT, BIAS, RESIDUAL)
+    else:
+        there = (m < M)[:, None] & (n < N)[None, :]
+        mine = parts + m.to(tl.int64)[:, None] * N + n[None, :]
+        slice_size = M.to(tl.int64) * N
+        tl.store(mine + s * slice_size, y, mask=there)
+        tl.debug_barrier()
+        ticket = tickets + tile_n * tiles_m + tile_m
+        if tl.atomic_add(ticket, 1) == SLICES - 1:
+            tl.store(ticket, 0)
+            y = tl.zeros([ROWS, COLUMNS], tl.float32)
+            for each in tl.static_range(SLICES):
+                y += tl.load(mine + each * slice_size, mask=there, other=0.0, cache_modifier=".cg")
+            _leave(y, bias, residual, out, M, N, so, sr, m, n, tile_n * COLUMNS, COLUMNS, WHAT, BIAS, RESIDUAL)
 
 
-@jit
-def _place(s, step, span, steps):
-    """The step-th step of each slice; the last for one that has fewer."""
-    return tl.minimum(s * span + step, steps - 1)
-
-
-@jit(do_not_specialize=["M", "steps", "blocks"])
+@jit(do_not_specialize=["M"])
 def _tall(
-    x, units, words, sums, bias, residual, out, M, N, K, sx, so, sr, steps, blocks,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SWEEP: tl.constexpr,
-    WHAT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, EVEN: tl.constexpr, SLICES: tl.constexpr,
-    WIDEN: tl.constexpr,
+    x, w, bias, residual, out, M, N, K, span, so, sr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SWEEP: tl.constexpr, WHAT: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SLICES: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """As `_stream`, slice after slice. Tiles go in sweeps of SWEEP along the rows, which share weights in the L2
-    cache."""
-    PLANES: tl.constexpr = 16 // BITS
+    """A program an output tile, slice after slice; x and w [N, K] bf16 are descriptors. Tiles go in sweeps of SWEEP
+    along the rows, which share weights in the L2 cache."""
     tiles_m, tiles_n = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
     sweep = tl.program_id(0) // (SWEEP * tiles_n)
     high = tl.minimum(tiles_m - sweep * SWEEP, SWEEP)
     inside = tl.program_id(0) % (SWEEP * tiles_n)
-    first = inside // high * COLUMNS
-    m = (sweep * SWEEP + inside % high) * ROWS + tl.arange(0, ROWS)
-    n, k = first + tl.arange(0, COLUMNS), tl.arange(0, GROUP)
-    span = tl.cdiv(steps, SLICES)
-    row = tl.minimum(n // 16, blocks - 1).to(tl.int64) * steps * 16 + n % 16
-    unit = units + row[:, None] * GROUP + k[None, :]
-    word = words + row * PLANES
-    rows = x + m.to(tl.int64)[:, None] * sx + k[None, :]
-    none = tl.zeros([COLUMNS, ROWS], tl.float32)
-    acc, y = none, none
-    now = _words(word, BITS, WIDEN)
-    for step in range(0, steps):
-        then = _words(word + tl.minimum(step + 1, steps - 1) * 16 * PLANES, BITS, WIDEN)
-        packed = tl.load(unit + step * 16 * GROUP)
-        for plane in tl.static_range(PLANES):
-            at = (step * PLANES + plane) * GROUP
-            there = (m < M)[:, None] if EVEN else (m < M)[:, None] & (k < K - at)[None, :]
-            b = tl.trans(tl.load(rows + at, mask=there, other=0.0))
-            part = dot(_codes(packed, plane, BITS, WIDEN), b, none, WIDEN)
-            total = tl.load(sums + (step * PLANES + plane) * M + m, mask=m < M, other=0.0)[None, :]
-            scale, offset = _scale_and_offset(now[plane], BITS)
-            acc = _add_group(acc, part, total, scale[:, None], offset[:, None])
-        now = then
-        if ((step + 1) % span == 0) | (step + 1 == steps):
+    first_m, first_n = (sweep * SWEEP + inside % high) * ROWS, inside // high * COLUMNS
+    m, n = first_m + tl.arange(0, ROWS), first_n + tl.arange(0, COLUMNS)
+    y = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if SLICES == 1:
+        for at in range(0, K, DEPTH):
+            y = dot(x.load([first_m, at]), w.load([first_n, at]).T, y, WIDEN)
+    else:
+        for s in range(0, SLICES):
+            acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+            for at in range(s * span, tl.minimum((s + 1) * span, K), DEPTH):
+                acc = dot(x.load([first_m, at]), w.load([first_n, at]).T, acc, WIDEN)
             y += acc
-            acc = none
-    _leave(tl.trans(y), bias, residual, out, M, N, so, sr, m, first, n, COLUMNS, WHAT, BIAS, RESIDUAL)
-
-
-@jit
-def _add_group(acc, part, total, scale, offset):
-    """A group's part of the sums. The order and the fusing are spelled out: all forms must give the same bits."""
-    shape: tl.constexpr = acc.shape
-    more = tl.fma(tl.broadcast_to(total, shape), tl.broadcast_to(offset, shape), acc)
-    return tl.fma(part, tl.broadcast_to(scale, shape), more)
+    _leave(y, bias, residual, out, M, N, so, sr, m, n, first_n, COLUMNS, WHAT, BIAS, RESIDUAL)
 
 
 @jit
 def _leave(
-    y, bias, residual, out, M, N, so, sr, m, first, n, COLUMNS: tl.constexpr, WHAT: tl.constexpr, BIAS: tl.constexpr,
+    y, bias, residual, out, M, N, so, sr, m, n, first, COLUMNS: tl.constexpr, WHAT: tl.constexpr, BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """What follows the sums y [rows m, columns n], and their way out."""
+    """What follows the sums y [rows m, columns n], which are too small by 2^16, and their way out."""
+    y *= 65536.0
     if BIAS:
         y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     y = finish(y, WHAT)
@@ -261,72 +280,64 @@ def _leave(
 
 
 @jit
-def _words(at, BITS: tl.constexpr, WIDEN: tl.constexpr):
-    """The words of a step's groups, at these addresses. By hand, because every thread then loads those of its own
-    columns: the compiler's loads go through shared memory to where they are needed."""
-    if WIDEN:
-        found = (tl.load(at), tl.load(at + 1))
-        if BITS == 4:
-            found = (tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))
-    elif BITS == 4:
-        found = tl.inline_asm_elementwise(
-            "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [at],
-            (tl.int32, tl.int32, tl.int32, tl.int32), True, 1,
-        )  # fmt: skip
-    else:
-        found = tl.inline_asm_elementwise(
-            "ld.global.nc.v2.b32 {$0, $1}, [$2];", "=r,=r,l", [at], (tl.int32, tl.int32), True, 1
-        )
-    return found
+def _widen(
+    units, words, out, K, steps, blocks, BITS: tl.constexpr, GROUP: tl.constexpr, WIDEN: tl.constexpr
+):  # fmt: skip
+    """Values times 2^-16, out bf16 [N, K]: a program a step of 8 blocks."""
+    PLANES: tl.constexpr = 16 // BITS
+    UNITS: tl.constexpr = 8 * BITS
+    GROUPS: tl.constexpr = 128 // GROUP
+    n, k = tl.program_id(0) * 128 + tl.arange(0, 128), tl.arange(0, 32)
+    step, inside = tl.program_id(1), (n < blocks * 16)[:, None]
+    block = (n // 16).to(tl.int64) * steps + step
+    for run in tl.static_range(4):
+        if run % PLANES == 0:
+            place = (block * 16 + n % 16)[:, None] * UNITS + run // PLANES * 32 + k[None, :]
+            packed = tl.load(units + place, mask=inside, other=0)
+        if run % (4 // GROUPS) == 0:
+            place = ((block * GROUPS + run * GROUPS // 4) * 16 + n % 16)[:, None]
+            group = tl.load(words + place, mask=inside, other=0)
+        at = step * 128 + run * 32 + k[None, :]
+        found = _values(packed, group, run % PLANES, BITS, WIDEN)
+        tl.store(out + n.to(tl.int64)[:, None] * K + at, found, mask=inside & (at < K))
+
+
+@constexpr_function
+def parting(plane: int, bits: int) -> str:
+    """PTX from a word ($2) to its scale ($0) and bias ($1), each twice in a register. The second of two codes of 4 bits
+    in a byte comes out 16 times too large, which its scale makes good: 0x3D80 is 1 / 16 in bf16, 0x8000 is -0."""
+    less = ""
+    if bits == 4 and plane % 2:
+        less = "mov.b32 a, 0x3D803D80; mov.b32 b, 0x80008000; fma.rn.bf16x2 low, low, a, b;"
+    return f"""{{
+        .reg .b32 low, a, b;
+        prmt.b32 low, $2, $2, 0x1010;
+        prmt.b32 $1, $2, $2, 0x3232;
+        {less}
+        mov.b32 $0, low;
+    }}"""
 
 
 @constexpr_function
 def unpacking(plane: int, bits: int) -> str:
-    """PTX from a register of two units ($1) to one of two bf16 codes ($0).
-
-    0x4300 is 128 in bf16, whose last place is then worth 1; 0x4500 is 2048, whose last place is worth 16; and 0xC508 is
-    -2176. Every sum here is exact.
-    """
-    shift = plane * bits
-    if bits == 4:
-        return f"{{ .reg .b32 t; shr.u32 t, $1, {shift}; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }}"
-    return f"""{{
-        .reg .b32 t, low, high, less;
-        shr.u32 t, $1, {shift};
-        lop3.b32 low, t, 0x000F000F, 0x43004300, 0xEA;
-        shr.u32 t, t, 4;
-        lop3.b32 high, t, 0x000F000F, 0x45004500, 0xEA;
-        mov.b32 less, 0xC508C508;
-        add.rn.bf16x2 high, high, less;
-        add.rn.bf16x2 $0, high, low;
-    }}"""
+    """PTX from a register of two units ($1) to one of two values ($0), by the scale ($2) and the bias ($4)."""
+    byte, mask = plane * bits // 8, "0x00FF00FF" if bits == 8 else "0x00F000F0" if plane % 2 else "0x000F000F"
+    shifted = "shr.u32 q, $1, 8;" if byte else "mov.b32 q, $1;"
+    return f"{{ .reg .b32 q; {shifted} and.b32 q, q, {mask}; fma.rn.bf16x2 $0, q, $2, $4; }}"
 
 
 @jit
-def _codes(packed, plane: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr):
-    """The codes of one group, bf16, exact: 128 + q of 4 bits, q of 8 bits. Two units a register."""
+def _values(packed, word, plane: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr):
+    """Of a run: packed int16 [columns, 32] and its group's words [columns, 1] -> values times 2^-16, bf16."""
     if WIDEN:
-        q = (packed.to(tl.int32) >> (plane * BITS)) & ((1 << BITS) - 1)
-        return (q + (128 if BITS == 4 else 0)).to(tl.float32).to(tl.bfloat16)
-    return tl.inline_asm_elementwise(unpacking(plane, BITS), "=r,r", [packed], tl.bfloat16, True, 2)
-
-
-@jit
-def _scale_and_offset(word, BITS: tl.constexpr):
-    """Of a group: its scale, and what the sum of its inputs is worth; float32."""
-    scale = (word << 16).to(tl.float32, bitcast=True)
-    offset = (word & -65536).to(tl.float32, bitcast=True)
-    if BITS == 4:
-        offset = tl.fma(scale, tl.full(scale.shape, -128.0, tl.float32), offset)
-    return scale, offset
-
-
-@jit(do_not_specialize=["M"])
-def _sums(x, sums, M, K, sx, ROWS: tl.constexpr, GROUP: tl.constexpr, WIDEN: tl.constexpr):
-    """Each row's sums over groups, [groups, M] float32: by the tensor cores, in the order that `_stream` sums."""
-    m, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * GROUP + tl.arange(0, GROUP)
-    there = (m < M)[:, None] & (k < K)[None, :]
-    b = tl.trans(tl.load(x + m.to(tl.int64)[:, None] * sx + k[None, :], mask=there, other=0.0))
-    ones = tl.full([16, GROUP], 1.0, tl.float32).to(tl.bfloat16)
-    same = dot(ones, b, tl.zeros([16, ROWS], tl.float32), WIDEN)
-    tl.store(sums + tl.program_id(1).to(tl.int64) * M + m, tl.max(same, 0), mask=m < M)
+        q = ((packed.to(tl.int32) >> (plane * BITS)) & ((1 << BITS) - 1)).to(tl.float32)
+        scale = (word << 16).to(tl.float32, bitcast=True) * 2.0**-117 * 2.0**-16
+        return (q * scale + (word & -65536).to(tl.float32, bitcast=True)).to(tl.bfloat16)
+    scale, offset = tl.inline_asm_elementwise(
+        parting(plane, BITS), "=r,=r,r", [word], (tl.int32, tl.int32), True, 1
+    )  # fmt: skip
+    scale, offset = tl.broadcast_to(scale, packed.shape), tl.broadcast_to(offset, packed.shape)
+    # Two units a register, but the words of two units in two.
+    return tl.inline_asm_elementwise(
+        unpacking(plane, BITS), "=r,r,r,r,r,r", [packed, scale, offset], tl.bfloat16, True, 2
+    )  # fmt: skip

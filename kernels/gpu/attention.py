@@ -176,8 +176,10 @@ def _check(q: Tensor, *others: Tensor | None) -> None:
 
 
 LAUNCH_PROMPT = {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2), 512: (64, 32, 8, 2)}
-"""Head dimension -> query rows of a program, keys of a tile, warps, stages. Not to be chosen by the call: the order of
-a row's sum of weights follows from them."""
+"""Head dimension -> query rows of a program, keys of a tile, warps, stages. The order of a row's sum of weights follows
+from the keys, which are not to be chosen by the call."""
+LAUNCH_FEW = {256: (64, 64, 4, 2)}
+"""Likewise, where as many programs are few: a warp has 16 rows in both, and does the same with them."""
 
 
 def _launch_prompt(
@@ -187,6 +189,8 @@ def _launch_prompt(
     kv = pages.k.shape[1]
     _check(q, *pages, out)
     block, tile, warps, stages = LAUNCH_PROMPT[max(d, 64)]
+    if d in LAUNCH_FEW and heads * cdiv(L, LAUNCH_FEW[d][0]) <= processors(q.device):
+        block, tile, warps, stages = LAUNCH_FEW[d]
     grid = (heads, cdiv(L, block) + prompts.sequences - 1)
     copied = (descriptor(x.flatten(0, 2), tile, d) for x in (pages.k, pages.v))
     _prompt[grid](
@@ -235,9 +239,12 @@ def _mix(weights, values, scales, mix, fade, FP8: tl.constexpr, WIDEN: tl.conste
 
 
 @jit
-def _wide(x, WIDEN: tl.constexpr):
+def _wide(x, PURE: tl.constexpr, WIDEN: tl.constexpr):
     """e4m3 as bf16, exactly. Sign, exponent and mantissa are moved to their places in bf16, four numbers at once, and
-    the exponent's bias is made good by a product with 2^120: a fourth of the time of the GPU's own conversion."""
+    the exponent's bias is made good by a product with 2^120: a fourth of the time of the GPU's own conversion.
+
+    PURE: the compiler may look through it. In a product of fewer than 64 rows it then sees that its numbers were of 8
+    bits and puts four neighbours into a thread, which sums them in another order than a product of more rows does."""
     if WIDEN:
         return x.to(tl.bfloat16)
     else:
@@ -259,7 +266,7 @@ def _wide(x, WIDEN: tl.constexpr):
             "=r,=r,r",
             [x.to(tl.int8, bitcast=True)],
             dtype=tl.bfloat16,
-            is_pure=True,
+            is_pure=PURE,
             pack=4,
         )
 
@@ -276,7 +283,7 @@ def _tile(x, scales, page, first, limit, head, heads, d: tl.constexpr, TILE: tl.
     tile = tl.load(x + row * d + at, mask=there[None, :] if ACROSS else there[:, None], other=0.0)
     scale = tl.zeros([TILE], tl.float32)
     if FP8:
-        tile = _wide(tile, WIDEN)
+        tile = _wide(tile, False, WIDEN)
         scale = tl.load(scales + row + n, mask=there, other=0.0)
     return tile, scale
 
@@ -287,7 +294,7 @@ def _copied(copy, scales, row, TILE: tl.constexpr, FP8: tl.constexpr, WIDEN: tl.
     tile = copy.load([row, 0])
     scale = tl.zeros([TILE], tl.float32)
     if FP8:
-        tile = _wide(tile, WIDEN)
+        tile = _wide(tile, True, WIDEN)
         scale = tl.load(scales + row + tl.arange(0, TILE))
     return tile, scale
 

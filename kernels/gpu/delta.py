@@ -42,16 +42,25 @@ def delta_chunks(x: Inputs, states: Tensor, prompts: Prompts) -> tuple[Tensor, T
 
 
 def delta_tree(
-    x: Inputs, states: Tensor, slots: Tensor, windows: Windows, out: tuple[Tensor, Tensor] | None = None
+    x: Inputs,
+    states: Tensor,
+    slots: Tensor,
+    windows: Windows,
+    out: tuple[Tensor, Tensor] | None = None,
+    moves: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Rows of windows. x: of rows [S, R], decay = e^g, contiguous; states float32 [slots, Hv, dk, dv], not moved; slots
-    int32 [S]. Returns (o bf16 [S, R, Hv, dv], zeros for rows not in use; u float32 [S, R, Hv, dv], for `delta_commit`);
+    """Rows of windows. x: of rows [S, R], decay = e^g, contiguous; states float32 [slots, Hv, dk, dv]; slots int32 [S].
+
+    `moves`: for windows of one row, which are walked whatever is drawn: states move at once, as `delta_commit` would
+    move them but without reading them again. Else they stay.
+
+    Returns (o bf16 [S, R, Hv, dv], zeros for rows not in use; u float32 [S, R, Hv, dv], for `delta_commit`);
     `out`: where to put them.
     """
     o, u = (torch.empty_like(x.v), torch.empty_like(x.v, dtype=torch.float32)) if out is None else out
     if launchable(x.q):
-        return _launch_tree(x, states, slots, windows, o, u)
-    return delta_tree_twin(x, states, slots, windows, o, u)
+        return _launch_tree(x, states, slots, windows, o, u, moves)
+    return delta_tree_twin(x, states, slots, windows, o, u, moves)
 
 
 def delta_commit(
@@ -73,7 +82,7 @@ def delta_commit(
             states[:, slot] = states[:, slot] * decay[:, s, r, :, None, None] + key[..., None] * u[:, s, r, :, None, :]
 
 
-def delta_tree_twin(x, states, slots, windows, o, u):
+def delta_tree_twin(x, states, slots, windows, o, u, moves):
     repeat = states.shape[1] // x.k.shape[-2]
     q, k = (y.float().repeat_interleave(repeat, -2) for y in (x.q, x.k))
     o.zero_(), u.zero_()
@@ -85,6 +94,8 @@ def delta_tree_twin(x, states, slots, windows, o, u):
             u[s, r] = (x.v[s, r].float() - seen) * x.beta[s, r, :, None]
             after[r] = S + k[s, r, :, :, None] * u[s, r, :, None, :]
             o[s, r] = torch.einsum("hkv,hk->hv", after[r].double(), q[s, r].double()).to(o.dtype)
+        if moves and count:
+            states[slot] = after[0]
     return o, u
 
 
@@ -368,15 +379,16 @@ def _step(S, k, u, decay):
 
 
 def _launch_tree(
-    x: Inputs, states: Tensor, slots: Tensor, windows: Windows, o: Tensor, u: Tensor
+    x: Inputs, states: Tensor, slots: Tensor, windows: Windows, o: Tensor, u: Tensor, moves: bool
 ) -> tuple[Tensor, Tensor]:
     S, R, hk, dk = x.k.shape
     _, hv, _, dv = states.shape
     _aligned(*x[:3], states, o, u)
     columns = min(STEP_COLUMNS, dv)
     _tree[(dv // columns, hv, S)](
-        *x, states, o, u, slots, *windows, R, hk, hv, dk, dv, columns, ROWS, EARLY, num_warps=1, launch_pdl=EARLY
-    )
+        *x, states, o, u, slots, *windows, R, int(moves), hk, hv, dk, dv, columns, ROWS, EARLY,
+        num_warps=1, launch_pdl=EARLY,
+    )  # fmt: skip
     return o, u
 
 
@@ -395,13 +407,13 @@ def _row(q, k, v, decay, beta, spot, key_head, head, d, e, HK: tl.constexpr, HV:
     )
 
 
-@jit(do_not_specialize=["R"])
+@jit(do_not_specialize=["R", "moves"])
 def _tree(
-    q, k, v, decay, beta, states, o, u, slots, counts, depths, ancestors, order, R,
+    q, k, v, decay, beta, states, o, u, slots, counts, depths, ancestors, order, R, moves,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program a stream, value head and block of columns, one compiled form for every R. Rows come depth first; one
+    """A program a stream, value head and block of columns, one compiled form for every call. Rows come depth first; one
     that does not follow the row before it starts from the start state and its path's updates. The next row's inputs are
     under way while a row is computed."""
     take_turn(EARLY)
@@ -447,6 +459,8 @@ def _tree(
             S = _step(S, key, update, fade)
             previous, r = r, following
             query, key, value, fade, strength = query2, key2, value2, fade2, strength2
+        if moves:
+            tl.store(states + at, S)
 
 
 def _launch_commit(

@@ -105,24 +105,19 @@ def dense(x: Tensor, w: Dense, what: int, residual: Tensor | None, out: Tensor, 
     if tile.form == "tall" and all(copyable(each) for each in (x, w.w, out, add)):
         rows, columns = tile.rows, tile.columns
         tiles_m, tiles_n = cdiv(M, rows), cdiv(N, columns)
-        # Triton 3.6 cannot hand a gated tile to two groups of warps: twice as many take it together.
-        specialised = tile.specialised and what != GATED
-        warps = tile.warps * 2 if tile.specialised and not specialised else tile.warps
-        halves = (tile.halves or out.dtype == torch.float32) and not specialised
+        halves = tile.halves or out.dtype == torch.float32
         wide = columns // (2 if what == GATED else 1) // (2 if halves else 1)
-        stages = fitting(tile, wide // 2 if specialised else wide, out.element_size(), residual is not None)
-        if not specialised:
-            add, out = descriptor(add, rows, wide), descriptor(out, rows, wide)
+        stages = fitting(tile, wide, out.element_size(), residual is not None)
         _tall[(min(tiles_m * tiles_n, processors(x.device)),)](
-            descriptor(x, rows, tile.depth), descriptor(w.w, columns, tile.depth), bias, add, out, M, N, K,
-            *((out.stride(0), add.stride(0)) if specialised else (0, 0)), rows, columns, tile.depth, tile.group, *facts,
-            halves, specialised, INTERPRETED, num_warps=warps, num_stages=stages,
+            descriptor(x, rows, tile.depth), descriptor(w.w, columns, tile.depth), bias, descriptor(add, rows, wide),
+            descriptor(out, rows, wide), M, N, K, rows, columns, tile.depth, tile.group, *facts, halves, INTERPRETED,
+            num_warps=tile.warps, num_stages=stages,
         )  # fmt: skip
         return
     grid, early = (cdiv(M, tile.rows) * cdiv(N, tile.columns),), tile.early and EARLY
     _stream[grid](
         x, w.w, bias, add, out, M, N, K, x.stride(0), out.stride(0), add.stride(0),
-        tile.rows, tile.columns, tile.depth, *facts, K % tile.depth == 0, tiles.AHEAD * early, INTERPRETED,
+        tile.rows, tile.columns, tile.depth, *facts, K % tile.depth == 0, early, tile.ahead * early, INTERPRETED,
         launch_pdl=early, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -143,7 +138,7 @@ def copyable(x: Tensor) -> bool:
 def _stream(
     x, w, bias, residual, out, M, N, K, sx, so, sr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WHAT: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, WIDEN: tl.constexpr,
+    RESIDUAL: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """A program an output tile; tiles of the same weights run side by side, so that these are read once."""
     tiles_m = tl.cdiv(M, ROWS)
@@ -154,11 +149,11 @@ def _stream(
     rows = x + m.to(tl.int64)[:, None] * sx + k[None, :]
     # Weight rows past the last give columns that are not stored.
     weights = w + tl.minimum(n, N - 1).to(tl.int64)[None, :] * K + k[:, None]
+    let_next_start(EARLY)
     if AHEAD:
-        let_next_start(True)
         line = tl.minimum(tl.arange(0, AHEAD) * 64, K - 1)
         fetch(w + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + line[None, :])
-        wait_for_last(True)
+    wait_for_last(EARLY)
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for at in range(0, K, DEPTH):
         if EVEN:
@@ -182,20 +177,14 @@ def _stream(
 
 @jit(do_not_specialize=["M"])
 def _tall(
-    x, w, bias, residual, out, M, N, K, so, sr,
+    x, w, bias, residual, out, M, N, K,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, WHAT: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, HALVES: tl.constexpr, SPECIALISED: tl.constexpr, WIDEN: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, HALVES: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """A program a processor, which takes one output tile after another. Tiles go in groups of GROUP along the rows, so
-    that those under way together share rows and weights in the L2 cache.
-
-    x and w are descriptors. So are residual and out, unless SPECIALISED: then a group of warps fetches for two groups
-    that multiply, which store by themselves.
-    """
+    that those under way together share rows and weights in the L2 cache. x, w, residual and out are descriptors."""
     tiles_m, tiles_n = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
-    for tile in tl.range(
-        tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=not SPECIALISED, warp_specialize=SPECIALISED
-    ):
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         group = tile // (GROUP * tiles_n)
         high = tl.minimum(tiles_m - group * GROUP, GROUP)
         inside = tile % (GROUP * tiles_n)
@@ -206,14 +195,7 @@ def _tall(
         if BIAS:
             i = n + tl.arange(0, COLUMNS)
             acc += tl.load(bias + i, mask=i < N, other=0.0).to(tl.float32)[None, :]
-        if SPECIALISED:
-            y = finish(acc, WHAT)
-            i, j = (m + tl.arange(0, ROWS)).to(tl.int64)[:, None], n + tl.arange(0, COLUMNS)[None, :]
-            there = (i < M) & (j < N)
-            if RESIDUAL:
-                y += tl.load(residual + i * sr + j, mask=there, other=0.0).to(tl.float32)
-            tl.store(out + i * so + j, y.to(out.dtype.element_ty), mask=there)
-        elif HALVES:
+        if HALVES:
             # One half of the columns after the other: less shared memory on the way out.
             left, right = tl.split(tl.permute(tl.reshape(acc, [ROWS, 2, COLUMNS // 2]), [0, 2, 1]))
             _put(left, residual, out, m, n, WHAT, RESIDUAL)

@@ -74,7 +74,7 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 def quantise_twin(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.float()
     high = x.abs().amax(-1)
-    scales = torch.where(high > 0, high / HIGHEST, 1.0)
+    scales = torch.where(high > 0, high / high.new_tensor(HIGHEST), 1.0)  # by a number, a GPU would multiply
     return (x / scales[..., None]).clamp(-HIGHEST, HIGHEST).to(E4M3), scales
 
 

@@ -20,32 +20,382 @@ class Tile(NamedTuple):
     depth: int
     """Of the inputs, a step."""
     warps: int = 4
-    """Of a `stream` of an affine weight: 4, one a slice of its inputs."""
     stages: int = 4
     """Steps whose loads are under way together."""
     group: int = 8
     """tall: row tiles that share a sweep over the columns."""
     halves: bool = False
     """tall: the result leaves in two halves of the columns."""
-    specialised: bool = False
-    """tall: warps of their own for the loads."""
     early: bool = False
-    """stream: begins beside the kernel before it, and fetches its first weights into the L2 cache until that ends."""
+    """stream: begins beside the kernel before it."""
+    ahead: int = 0
+    """Lines of 128 bytes of each of its weight rows that an `early` program fetches into the L2 cache until that kernel
+    ends; a power of two, or 0."""
 
 
 SHARED = 227 * 1024
 """Bytes of shared memory that a program may have on Hopper."""
 PROCESSORS = 132
 """Of an H200."""
-AHEAD = 16
-"""Lines of 128 bytes of each of its weight rows that an `early` program fetches."""
 MOST = (8, 16, 32, 64, 128, 256, 512, 1 << 30)
 """Numbers of rows with a tile of their own: up to each of these."""
 
 # Written by tests/bench/tiles.py: (outputs, inputs) -> a tile for each of MOST.
-DENSE: dict[tuple[int, int], tuple[Tile, ...]] = {}
+DENSE: dict[tuple[int, int], tuple[Tile, ...]] = {
+    (12352, 4096): (
+        Tile('tall', 16, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 16, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 32, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 64, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=3, group=8, halves=True, early=False, ahead=0),
+    ),
+    (10240, 4096): (
+        Tile('stream', 16, 16, depth=128, warps=2, stages=6, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 16, 16, depth=128, warps=2, stages=6, group=8, halves=False, early=True, ahead=16),
+        Tile('tall', 32, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 64, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+    ),
+    (4096, 4096): (
+        Tile('stream', 16, 16, depth=512, warps=2, stages=4, group=8, halves=False, early=True, ahead=64),
+        Tile('stream', 16, 32, depth=256, warps=4, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 32, 32, depth=256, warps=4, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 64, 32, depth=128, warps=4, stages=4, group=8, halves=False, early=True, ahead=16),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+    ),
+    (24576, 4096): (
+        Tile('stream', 16, 64, depth=128, warps=4, stages=4, group=8, halves=False, early=True, ahead=0),
+        Tile('stream', 16, 64, depth=128, warps=4, stages=4, group=8, halves=False, early=True, ahead=0),
+        Tile('stream', 32, 64, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 64, 64, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+        Tile('tall', 256, 128, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+    ),
+    (4096, 12288): (
+        Tile('stream', 16, 16, depth=512, warps=2, stages=4, group=8, halves=False, early=True, ahead=0),
+        Tile('stream', 16, 32, depth=512, warps=2, stages=4, group=8, halves=False, early=True, ahead=0),
+        Tile('stream', 32, 32, depth=512, warps=4, stages=4, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 64, 32, depth=128, warps=4, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 64, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 64, 128, depth=64, warps=4, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+    ),
+    (248320, 4096): (
+        Tile('tall', 16, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 16, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 32, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('stream', 64, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=3, group=8, halves=True, early=False, ahead=0),
+    ),
+    (3456, 1152): (
+        Tile('stream', 16, 16, depth=256, warps=2, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 16, 32, depth=256, warps=4, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 32, 32, depth=256, warps=4, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 64, 32, depth=128, warps=4, stages=4, group=8, halves=False, early=True, ahead=16),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+    ),
+    (1152, 1152): (
+        Tile('stream', 16, 16, depth=256, warps=2, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 16, 16, depth=256, warps=2, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 32, 16, depth=256, warps=2, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 64, 16, depth=128, warps=2, stages=4, group=8, halves=False, early=True, ahead=16),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=4, group=8, halves=False, early=False, ahead=0),
+    ),
+    (4304, 1152): (
+        Tile('stream', 16, 32, depth=256, warps=4, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 16, 32, depth=256, warps=4, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 32, 32, depth=256, warps=4, stages=4, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 64, 32, depth=128, warps=4, stages=4, group=8, halves=False, early=True, ahead=16),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=4, group=8, halves=False, early=False, ahead=0),
+    ),
+    (1152, 4304): (
+        Tile('stream', 16, 16, depth=256, warps=2, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 16, 16, depth=256, warps=2, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 32, 16, depth=256, warps=2, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 64, 16, depth=128, warps=2, stages=4, group=8, halves=False, early=True, ahead=16),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=4, group=8, halves=False, early=False, ahead=0),
+    ),
+    (4608, 4608): (
+        Tile('stream', 16, 32, depth=256, warps=4, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 16, 32, depth=256, warps=4, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 32, 32, depth=256, warps=4, stages=4, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 64, 32, depth=128, warps=4, stages=4, group=8, halves=False, early=True, ahead=16),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=4, group=8, halves=False, early=False, ahead=0),
+    ),
+    (4096, 4608): (
+        Tile('stream', 16, 32, depth=256, warps=4, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 16, 32, depth=256, warps=4, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 32, 32, depth=256, warps=4, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 64, 32, depth=128, warps=4, stages=4, group=8, halves=False, early=True, ahead=16),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+    ),
+    (16480, 5120): (
+        Tile('tall', 16, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 16, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 32, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 64, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+    ),
+    (14336, 5120): (
+        Tile('tall', 16, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 16, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 32, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 64, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+    ),
+    (5120, 6144): (
+        Tile('stream', 16, 16, depth=512, warps=2, stages=3, group=8, halves=False, early=True, ahead=64),
+        Tile('stream', 16, 16, depth=256, warps=1, stages=5, group=8, halves=False, early=False, ahead=0),
+        Tile('stream', 32, 16, depth=256, warps=2, stages=4, group=8, halves=False, early=True, ahead=16),
+        Tile('tall', 64, 64, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 64, 128, depth=64, warps=4, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=3, group=8, halves=True, early=False, ahead=0),
+    ),
+    (34816, 5120): (
+        Tile('stream', 16, 32, depth=256, warps=2, stages=4, group=8, halves=False, early=True, ahead=0),
+        Tile('stream', 16, 32, depth=128, warps=2, stages=6, group=8, halves=False, early=True, ahead=0),
+        Tile('stream', 32, 32, depth=256, warps=2, stages=3, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 64, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=3, group=8, halves=True, early=False, ahead=0),
+    ),
+    (5120, 17408): (
+        Tile('stream', 16, 16, depth=512, warps=1, stages=3, group=8, halves=False, early=True, ahead=0),
+        Tile('stream', 16, 32, depth=512, warps=2, stages=3, group=8, halves=False, early=True, ahead=0),
+        Tile('stream', 32, 16, depth=256, warps=2, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 64, 64, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 64, 128, depth=64, warps=4, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+        Tile('tall', 256, 128, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+    ),
+    (248320, 5120): (
+        Tile('tall', 16, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 16, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 32, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 64, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 256, 128, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=3, group=8, halves=True, early=False, ahead=0),
+    ),
+    (5120, 4608): (
+        Tile('stream', 16, 32, depth=256, warps=4, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 16, 32, depth=256, warps=4, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 32, 32, depth=256, warps=4, stages=4, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 64, 32, depth=128, warps=4, stages=4, group=8, halves=False, early=True, ahead=16),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+    ),
+    (12352, 2560): (
+        Tile('tall', 16, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 16, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 32, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 64, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=3, group=8, halves=True, early=False, ahead=0),
+    ),
+    (10240, 2560): (
+        Tile('stream', 16, 16, depth=128, warps=2, stages=6, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 16, 16, depth=128, warps=2, stages=6, group=8, halves=False, early=True, ahead=16),
+        Tile('tall', 32, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 64, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+    ),
+    (2560, 4096): (
+        Tile('stream', 16, 16, depth=256, warps=2, stages=5, group=8, halves=False, early=True, ahead=64),
+        Tile('stream', 16, 32, depth=256, warps=4, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 32, 32, depth=256, warps=4, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 64, 32, depth=128, warps=4, stages=4, group=8, halves=False, early=True, ahead=16),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=4, group=8, halves=False, early=False, ahead=0),
+    ),
+    (18432, 2560): (
+        Tile('stream', 16, 16, depth=128, warps=2, stages=6, group=8, halves=False, early=True, ahead=0),
+        Tile('stream', 16, 16, depth=512, warps=2, stages=3, group=8, halves=False, early=True, ahead=0),
+        Tile('stream', 32, 32, depth=128, warps=2, stages=3, group=8, halves=False, early=False, ahead=0),
+        Tile('stream', 64, 64, depth=64, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+    ),
+    (2560, 9216): (
+        Tile('stream', 16, 16, depth=512, warps=2, stages=4, group=8, halves=False, early=True, ahead=0),
+        Tile('stream', 16, 16, depth=512, warps=2, stages=4, group=8, halves=False, early=True, ahead=0),
+        Tile('stream', 32, 16, depth=512, warps=2, stages=3, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 64, 16, depth=128, warps=4, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('tall', 64, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=4, group=8, halves=False, early=False, ahead=0),
+    ),
+    (248320, 2560): (
+        Tile('stream', 16, 64, depth=256, warps=4, stages=5, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 16, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 32, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 64, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=3, group=8, halves=True, early=False, ahead=0),
+    ),
+    (3072, 1024): (
+        Tile('stream', 16, 16, depth=256, warps=2, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 16, 32, depth=256, warps=4, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 32, 32, depth=256, warps=4, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 64, 32, depth=128, warps=4, stages=4, group=8, halves=False, early=True, ahead=16),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=True, early=False, ahead=0),
+    ),
+    (1024, 1024): (
+        Tile('stream', 16, 16, depth=256, warps=2, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 16, 16, depth=256, warps=2, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 32, 16, depth=256, warps=2, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 64, 16, depth=128, warps=2, stages=4, group=8, halves=False, early=True, ahead=16),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=3, group=8, halves=True, early=False, ahead=0),
+    ),
+    (4096, 1024): (
+        Tile('stream', 16, 32, depth=256, warps=4, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 16, 32, depth=256, warps=4, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 32, 32, depth=256, warps=4, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 64, 32, depth=128, warps=4, stages=4, group=8, halves=False, early=True, ahead=16),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=6, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=3, group=8, halves=True, early=False, ahead=0),
+    ),
+    (1024, 4096): (
+        Tile('stream', 16, 16, depth=256, warps=2, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 16, 16, depth=256, warps=2, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 32, 16, depth=256, warps=2, stages=5, group=8, halves=False, early=True, ahead=16),
+        Tile('stream', 64, 16, depth=128, warps=2, stages=4, group=8, halves=False, early=True, ahead=16),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 64, depth=64, warps=4, stages=8, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=3, group=8, halves=True, early=False, ahead=0),
+    ),
+}
 # Written by tests/bench/tiles.py: (outputs, inputs, bits, group) -> a tile for each of MOST.
-AFFINE: dict[tuple[int, int, int, int], tuple[Tile, ...]] = {}
+AFFINE: dict[tuple[int, int, int, int], tuple[Tile, ...]] = {
+    (16480, 5120, 4, 64): (
+        Tile('stream', 8, 64, depth=128, warps=2, stages=8, group=8, halves=False, early=True, ahead=4),
+        Tile('stream', 16, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('stream', 32, 128, depth=128, warps=4, stages=3, group=8, halves=False, early=True, ahead=4),
+        Tile('stream', 64, 128, depth=128, warps=8, stages=3, group=8, halves=False, early=False, ahead=0),
+        Tile('stream', 128, 128, depth=128, warps=8, stages=3, group=8, halves=False, early=False, ahead=0),
+        Tile('stream', 128, 128, depth=128, warps=8, stages=3, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=False, early=False, ahead=0),
+    ),
+    (14336, 5120, 4, 64): (
+        Tile('stream', 8, 128, depth=128, warps=4, stages=6, group=8, halves=False, early=True, ahead=4),
+        Tile('stream', 16, 64, depth=128, warps=2, stages=8, group=8, halves=False, early=True, ahead=4),
+        Tile('stream', 32, 128, depth=128, warps=4, stages=3, group=8, halves=False, early=True, ahead=4),
+        Tile('stream', 64, 128, depth=128, warps=8, stages=3, group=8, halves=False, early=False, ahead=0),
+        Tile('stream', 128, 128, depth=128, warps=8, stages=3, group=8, halves=False, early=False, ahead=0),
+        Tile('stream', 128, 128, depth=128, warps=8, stages=3, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=3, group=8, halves=False, early=False, ahead=0),
+    ),
+    (5120, 6144, 4, 64): (
+        Tile('stream', 8, 64, depth=128, warps=4, stages=6, group=8, halves=False, early=True, ahead=4),
+        Tile('stream', 16, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=True, ahead=4),
+        Tile('stream', 32, 64, depth=128, warps=4, stages=6, group=8, halves=False, early=True, ahead=4),
+        Tile('stream', 64, 64, depth=128, warps=4, stages=3, group=8, halves=False, early=True, ahead=4),
+        Tile('stream', 128, 64, depth=128, warps=4, stages=3, group=8, halves=False, early=False, ahead=0),
+        Tile('stream', 128, 128, depth=128, warps=8, stages=3, group=8, halves=False, early=True, ahead=4),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=3, group=8, halves=False, early=False, ahead=0),
+    ),
+    (34816, 5120, 4, 64): (
+        Tile('stream', 8, 64, depth=128, warps=2, stages=3, group=8, halves=False, early=False, ahead=0),
+        Tile('stream', 16, 128, depth=128, warps=4, stages=6, group=8, halves=False, early=True, ahead=4),
+        Tile('stream', 32, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('stream', 64, 128, depth=128, warps=4, stages=3, group=8, halves=False, early=True, ahead=4),
+        Tile('stream', 64, 128, depth=128, warps=4, stages=3, group=8, halves=False, early=False, ahead=0),
+        Tile('stream', 64, 128, depth=128, warps=4, stages=3, group=8, halves=False, early=False, ahead=0),
+        Tile('stream', 64, 128, depth=128, warps=4, stages=3, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=3, group=8, halves=False, early=False, ahead=0),
+    ),
+    (5120, 17408, 4, 64): (
+        Tile('stream', 8, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=True, ahead=4),
+        Tile('stream', 16, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=True, ahead=4),
+        Tile('stream', 32, 64, depth=128, warps=4, stages=6, group=8, halves=False, early=True, ahead=4),
+        Tile('stream', 64, 64, depth=128, warps=4, stages=3, group=8, halves=False, early=False, ahead=0),
+        Tile('stream', 128, 128, depth=128, warps=8, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('stream', 128, 128, depth=128, warps=8, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('stream', 128, 128, depth=128, warps=8, stages=4, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 128, depth=64, warps=8, stages=4, group=8, halves=False, early=False, ahead=0),
+    ),
+    (248320, 5120, 4, 64): (
+        Tile('stream', 8, 128, depth=128, warps=4, stages=5, group=8, halves=False, early=True, ahead=4),
+        Tile('stream', 16, 128, depth=128, warps=4, stages=4, group=8, halves=False, early=True, ahead=4),
+        Tile('stream', 32, 128, depth=128, warps=4, stages=3, group=8, halves=False, early=True, ahead=4),
+        Tile('stream', 64, 128, depth=128, warps=4, stages=3, group=8, halves=False, early=True, ahead=4),
+        Tile('stream', 128, 128, depth=128, warps=8, stages=5, group=8, halves=False, early=False, ahead=0),
+        Tile('stream', 128, 128, depth=128, warps=8, stages=5, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=3, group=8, halves=False, early=False, ahead=0),
+        Tile('tall', 128, 256, depth=64, warps=8, stages=3, group=8, halves=False, early=False, ahead=0),
+    ),
+}
 # End of what is written.
 
 
@@ -79,29 +429,30 @@ def dense_rule(n: int, k: int, most: int) -> Tile:
             if programs >= (120 if columns > 32 else least) and idle(programs, beside) < (0.1 if rows < 64 else 0.25):
                 break
         stages = max(2, min(4, (SHARED // beside - 1024) // size)) + (rows < 64)  # one waits for its product to end
-        return Tile("stream", rows, columns, depth, 2 if columns == 16 else 4, stages, early=True)
+        return Tile("stream", rows, columns, depth, 2 if columns == 16 else 4, stages, early=True, ahead=16)
     if most <= 512:
         wide = -(-most // 128) * -(-n // 128) >= 100
         return Tile("tall", 128, 128 if wide else 64, 64, 8 if wide else 4, 6 if wide else 8)
     return Tile("tall", 128, 256, 64, 8, 3, halves=True)
 
 
+def slices(n: int) -> int:
+    """The sums that the inputs of an affine weight of n outputs are cut into; no tile changes it. Programs for all
+    processors come from the outputs alone where there are many."""
+    return 8 if n < 8192 else 2 if n < 24576 else 1
+
+
 def affine_rule(n: int, bits: int, group: int, most: int) -> Tile:
-    """Few rows: as wide as registers allow without a last wave of few programs, for the inputs are fetched once a
-    program; then as many steps under way as there is shared memory for. A step's depth is what a unit holds: 16 / bits
-    groups."""
-    step = 16 // bits * group
-    if most > 64:
-        return Tile("tall", 64 if step > 256 or most <= 128 else 128, 64, 0, 8, 2)
-    rows = min(most, 32)  # above, registers spill
-    units, much = (4096, 0.1) if rows == 8 else (2048, 0.25)
-    for columns in (64, 32, 16):
-        programs = -(-n // columns)
-        beside = min(3 if columns * group <= 2048 and rows == 8 else 2, -(-programs // PROCESSORS))
-        if columns * group <= units and programs >= 120 and idle(programs, beside) < much:
-            break
-    waiting = (SHARED // beside - 1024) // (4 * (columns * group * 2 + rows * step * 2))
-    return Tile("stream", rows, columns, 0, 4, 1 + max(1, min(3, waiting)), early=True)
+    """Few rows: 128 columns, since the inputs are fetched once for them, and as many steps under way as there is shared
+    memory for, up to seven, with all programs resident at once. A step is 128 inputs."""
+    if most > 256:
+        return Tile("tall", 128, 256, 64, 8, 3)
+    rows = min(most, 128)
+    programs, weights, inputs = -(-n // 128) * slices(n), 128 * (16 * bits + 512 // group), rows * 256
+    beside = max(1, min(4 if rows <= 32 else 192 // rows, -(-programs // PROCESSORS)))
+    # Inputs have one place more: tensor cores read them where they are.
+    stages = max(3, min(8, 1 + (SHARED // beside - 1024 - inputs) // (weights + inputs)))
+    return Tile("stream", rows, 128, 128, 8 if rows == 128 else 4, stages, early=most <= 64, ahead=4)
 
 
 def idle(programs: int, beside: int) -> float:

@@ -23,7 +23,7 @@ COPY = "Repeat: " + " and ".join(
 
 def run(opened, text: str | list[int], streams: int = 1, **params) -> Run:
     events, start = [], time.perf_counter()
-    opened.engine.emit = events.append
+    opened.engine.sink = events.append
     if isinstance(text, str):
         prompt = opened.prepare([protocol.Message("user", [protocol.Text(text)])], {})
     else:
@@ -48,7 +48,7 @@ def speed(record: Run) -> float:
 def eight(opened, together: bool) -> tuple[list[float], str]:
     """Milliseconds until each of eight short prompts has its first token, and a hash of all replies."""
     records, start = {}, time.perf_counter()
-    opened.engine.emit = lambda event: records[event.run].apply(event)
+    opened.engine.sink = lambda event: records[event.run].apply(event)
     for number in range(8):
         text = f"{STORY} It is number {number}, and she lives by the sea."
         prompt = opened.prepare([protocol.Message("user", [protocol.Text(text)])], {})

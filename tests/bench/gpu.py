@@ -5,7 +5,7 @@
 
 Parts: `decode` at 1, 4 and 16 streams; `drafts` at chosen rates of acceptance, and `copies`, against serial; `ttft`
 cold at 128, 1,024 and 8,192 rows; `again` the same prompt and 128 rows behind it; `images` four pictures and the turn
-behind them; `prefill` at 8,192 rows; `rounds` by streams and rows; `long` past 32k.
+behind them; `prefill` at 8,192 rows; `rounds` by streams and rows; `kernels`: where their time goes; `long` past 32k.
 
 A checkpoint of a size is drawn on the device, or with --folder written there and read. What is told stands in rows of
 one table: the model, what was measured, the median, and what it is made of. Arms of a ratio run A-B-B-A. Tokens of
@@ -15,6 +15,7 @@ different arms must be equal, and are hashed; where they are not, the row says s
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import statistics
 import sys
@@ -22,9 +23,10 @@ import tempfile
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from unittest import mock
@@ -41,14 +43,15 @@ from tfmagic.engine.loop import Engine
 from tfmagic.engine.open import Settings
 from tfmagic.engine.prompt import Prompt
 from tfmagic.engine.stream import Request
-from tfmagic.run import Run, Stream
+from tfmagic.run import Round, Run, Stream
 
 from .checkpoints import SIZES, Drawn, write
 from .chosen import Chosen
 from .drafter import Made
 from .images import encoded, picture
+from .kernels import parts, table, total
 
-PARTS = ("decode", "copies", "drafts", "ttft", "again", "images", "prefill", "rounds", "long")
+PARTS = ("decode", "copies", "drafts", "ttft", "again", "images", "prefill", "rounds", "kernels", "long")
 QUICK = ("decode", "ttft", "again", "images", "prefill", "copies", "drafts")
 COLD = (128, 1024, 8192)
 LONG = 33_000
@@ -206,7 +209,7 @@ def drafts(b: Bench, o: argparse.Namespace) -> None:
             b.drain()
             serial = tokens_of(begun)
             chosen.known = [ids + own for ids, own in zip(prompts, serial)]
-            rates, said, guessed = defaultdict(list), [serial], defaultdict(list)
+            rates, said, guessed, spent = defaultdict(list), [serial], defaultdict(list), defaultdict(list)
             arms = ["off", *o.rates, *reversed(o.rates), "off"]
             for arm in [o.rates[-1], *arms]:  # the first is not counted
                 engine.drafting = engine.rounds.drafting = Drafting(chosen, curve)  # nothing learnt from other rates
@@ -216,6 +219,7 @@ def drafts(b: Bench, o: argparse.Namespace) -> None:
                 rates[arm].append(speed(b, runs)[0])
                 said.append(tokens_of(runs))
                 guessed[arm] += [run.stats for run in runs]
+                spent[arm] += [r for r in runs[0].streams[0].rounds if r.nodes]
             equal = b.equal(f"drafts, {several(streams)}", *said)
             off = statistics.mean(rates["off"])
             b.row(f"drafts, {several(streams)}, none", f"{off:.1f} tok/s", equal)
@@ -225,8 +229,16 @@ def drafts(b: Bench, o: argparse.Namespace) -> None:
                 b.row(
                     f"drafts, {several(streams)}, {100 * arm:.0f} % right", f"{rate / off:.2f} x serial",
                     f"{rate:.1f} tok/s", f"{statistics.mean(one['tokens_per_round'] for one in stats):.2f} a round",
-                    f"{accepted} of {tried} guesses verified were accepted", equal,
+                    f"{accepted} of {tried} guesses verified were accepted", *parts_of(spent[arm]), equal,
                 )  # fmt: skip
+
+
+def parts_of(rounds: list[Round]) -> list[str]:
+    """What rounds that verified drafts spent, medians, in words."""
+    if not rounds:
+        return []
+    draft, verify = (statistics.median(getattr(r, name) for r in rounds) for name in ("draft_ms", "verify_ms"))
+    return [f"where it drafted {draft:.2f} ms for drafts, {verify:.2f} for the pass"]
 
 
 def ttft(b: Bench, o: argparse.Namespace) -> None:
@@ -302,6 +314,35 @@ def rounds(b: Bench, o: argparse.Namespace) -> None:
         b.row(f"a round, {several(streams)} of 1, 2, 4, 8, 16 rows", ", ".join(f"{ms:.2f}" for ms in times) + " ms")
 
 
+def kernels(b: Bench, o: argparse.Namespace) -> None:
+    """What passes spend on the device, by kernel, and how long they take with everything."""
+    model = b.opened._model
+
+    def told_of(what: str, run: Callable[[], object], ms: float) -> None:
+        found = parts(run)
+        print(f"  {what}:\n{table(found)}", flush=True)
+        dearest = ", ".join(f"{p.name} {p.count:.0f} x {p.us:.0f} us" for p in found[:4])
+        b.row(f"on the device, {what}", f"{total(found):.2f} ms", f"{ms:.2f} with the host", dearest)
+
+    for streams, rows in ((1, 1), (1, 16), (16, 16), (16, 64)):
+        two = partial(model.time_round, streams, rows)
+        told_of(f"two rounds of {several(streams)}, {rows} rows", two, 2 * min(two() for _ in range(5)))
+    for rows in b.within(64, 1024, 4096):
+        cold = partial(b.run, b.ids(rows), cache=False, max_tokens=1)
+        cold()
+        told_of(f"a prompt of {rows} rows", cold, cold().ttft["total"])
+    with drafted(b, o) as chosen:
+        for streams in STREAMS:
+            told_of(f"drafts for {several(streams)}", chosen.batches[streams].launch, float("nan"))
+    if model.eyes is not None:
+        patches, grid, _ = model.prepare(picture(1024, 0))
+        encode = partial(model.tower, patches, grid)
+        encode()
+        began = time.perf_counter()
+        encode()
+        told_of("a picture", encode, 1e3 * (time.perf_counter() - began))
+
+
 def long(b: Bench, o: argparse.Namespace) -> None:
     run = b.submit(b.ids(LONG), cache=False, max_tokens=o.tokens)
     rate, ms = speed(b, [run])
@@ -326,6 +367,8 @@ def opened(b: Bench, o: argparse.Namespace, place: Path) -> None:
         b.opened = opening.open(str(place), o.device, settings, b.take, progress)
     b.run(b.ids(100), max_tokens=4)
     progress("the first reply")
+    gc.collect()
+    gc.freeze()  # as the resident engine does
 
 
 @contextmanager
@@ -336,7 +379,7 @@ def drafted(b: Bench, o: argparse.Namespace) -> Iterator[Chosen]:
     made = Made(o.model, o.device, o.drafter_bits)
     chosen = Chosen(form(made, model, o.device, size, o.drafter_bits), size)
     memory, curve = before.schedule.memory, before.drafting.curve
-    b.opened.engine = Engine(model, before.store, before.emit, before.piece, memory, chosen, curve)
+    b.opened.engine = Engine(model, before.store, before.sink, before.piece, memory, chosen, curve)
     b.opened.drafter = chosen.name
     yield chosen
     b.opened.engine, b.opened.drafter = before, "none"

@@ -90,9 +90,9 @@ def round_attention(name: str) -> None:
 
 def tower_attention(name: str) -> None:
     rows = 4 * 4096
-    q, k, v = Draws(1, DEVICE)(rows, 3, 16, 72).unbind(1)
+    x = tower.split(*Draws(1, DEVICE)(rows, 3, 16, 72).unbind(1))
     lengths = ints(*[4096] * 4, device=DEVICE)
-    say("tower attention, 4 x 4096 patches, 16 x 72", microseconds(tower.tower_attention, q, k, v, lengths),
+    say("tower attention, 4 x 4096 patches, 16 x 72", microseconds(tower.tower_attention, x, lengths),
         4 * 16 * 72 * rows * 4096)  # fmt: skip
 
 

@@ -55,7 +55,8 @@ def module(name: str, *options: str, limit: float) -> Command:
 def tests(*paths: str, limit: float, workers: int = 12) -> Command:
     several = ["-n", str(workers)] if find_spec("xdist") else []  # kernels are then built by as many processes
     options = ["-q", "--tb=short", "-rfE", "--durations=6", "-p", "no:cacheprovider", "-p", "tests.gpu.isolation"]
-    waits = [f"--timeout={0.85 * limit:.0f}", "--timeout-method=thread"] if find_spec("pytest_timeout") else []
+    waits = ["-o", f"faulthandler_timeout={0.3 * limit:.0f}"]  # where a test hangs is told before it is ended
+    waits += [f"--timeout={0.4 * limit:.0f}", "--timeout-method=thread"] if find_spec("pytest_timeout") else []
     return module("pytest", *options, *waits, *several, "-m", "gpu", *paths, limit=limit)
 
 
@@ -78,9 +79,8 @@ def stages() -> dict[str, list[Command]]:
                   limit=240, workers=4),
         ],
         "tiles": [
-            module(tiles, "--only", "dense", "--models", "9b", "--seconds", "70", limit=100),
+            module(tiles, "--only", "dense", "--models", "9b", "--seconds", "90", limit=120),
             module(tiles, "--only", "affine", "--models", "27b", "--seconds", "60", limit=90),
-            module(tiles, "--only", "dense", "--models", "4b", "--seconds", "50", limit=80),
         ],
         "9b": [bench("9b", limit=150)],
         "4b": [bench("4b", limit=110)],
@@ -93,8 +93,13 @@ def stages() -> dict[str, list[Command]]:
         "start": [module("tests.bench.start", "--model", "4b", limit=150)],
         "mixers": [module("tests.bench.mixers", "--shapes", "9b", limit=90)],
         "27b": [bench("27b", "--parts", "decode,ttft,again,prefill,drafts", limit=200)],
-        "9b-rest": [bench("9b", "--parts", "rounds,long", limit=80), bench("9b", "--bits", "4", limit=120)],
-        "27b-tiles": [module(tiles, "--only", "dense", "--models", "27b", "--seconds", "70", limit=100)],
+        "9b-rest": [bench("9b", "--parts", "long", limit=80), bench("9b", "--bits", "4", limit=120)],
+        "tiles-rest": [
+            module(tiles, "--only", "dense", "--models", "4b", "--seconds", "60", limit=90),
+            module(tiles, "--only", "dense", "--models", "27b", "--seconds", "70", limit=100),
+        ],
+        "profile": [bench("9b", "--parts", "kernels,rounds", limit=70)],
+        "profile-4bit": [bench("27b", "--bits", "4", "--parts", "kernels,rounds", limit=70)],
         "shipped": [module("tests.bench.devices", "cuda:0", form, limit=60) for form in ("bf16", "exact")],
     }  # fmt: skip
 

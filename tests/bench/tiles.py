@@ -31,6 +31,7 @@ from tfmagic.kernels.gpu.linear import Dense
 from tfmagic.kernels.gpu.tiles import MOST, Tile
 
 from .checkpoints import SIZES, Size
+from .gpu import copied
 
 FORMAT = (4, 64)
 COLD = 256 << 20
@@ -41,6 +42,13 @@ AGAIN = 4
 """Candidates that are timed for longer."""
 
 
+TALL = (
+    (64, 64, 4, 8), (64, 128, 4, 6), (64, 128, 8, 6), (64, 256, 8, 4), (128, 64, 4, 6), (128, 64, 8, 6),
+    (128, 128, 8, 4), (128, 128, 8, 6), (128, 256, 8, 3), (128, 256, 8, 4), (256, 128, 8, 3), (256, 128, 8, 4),
+)  # fmt: skip
+"""Rows, columns, warps and stages."""
+
+
 class Shape(NamedTuple):
     """A weight's outputs and inputs, and what its product is used for."""
 
@@ -49,6 +57,8 @@ class Shape(NamedTuple):
     gated: bool = False
     few: bool = False
     """Never of more than a round's rows."""
+    many: bool = False
+    """Of pictures: always of many rows."""
 
     @property
     def what(self) -> int:
@@ -56,7 +66,9 @@ class Shape(NamedTuple):
 
 
 def shapes(s: Size) -> list[Shape]:
-    """The text model's weights, fused as they are held."""
+    """The weights of the text model, fused as they are held, and of the tower."""
+    wide, inner, merged = s.width, s.vision_intermediate, 4 * s.width
+    tower = (3 * wide, wide), (wide, wide), (inner, wide), (wide, inner), (merged, merged), (s.hidden, merged)
     values, queries = s.value_heads * s.dim, s.heads * s.head_dim
     return [
         Shape(s.channels + values + 2 * s.value_heads, s.hidden),
@@ -65,6 +77,7 @@ def shapes(s: Size) -> list[Shape]:
         Shape(2 * s.intermediate, s.hidden, gated=True),
         Shape(s.hidden, s.intermediate),
         Shape(s.vocab, s.hidden, few=True),
+        *(Shape(n, k, many=True) for n, k in tower),
     ]
 
 
@@ -101,49 +114,46 @@ def side() -> torch.cuda.Stream:
 
 def ceilings() -> tuple[float, float]:
     """Bytes read and written a second by a copy, and operations a second of an 8192^3 bf16 product."""
-    a, b = (torch.empty(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(2))
-    copy = 2 * a.numel() / timed([lambda: b.copy_(a)] * 4)
+    copy = copied("cuda")
     x, w = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     y = torch.empty_like(x)
     product = 2 * 8192**3 / timed([lambda: torch.matmul(x, w, out=y)] * 4)
     return copy, product
 
 
-def dense_candidates(most: int) -> Iterator[Tile]:
+def dense_candidates(most: int, n: int) -> Iterator[Tile]:
     if most <= 64:
         rows = max(most, 16)
-        for columns, warps in ((16, 1), (16, 2), (32, 2), (32, 4), (64, 4), (128, 4), (128, 8)):
-            for depth in (64, 128, 256):
-                for stages in (2, 3, 4, 5, 6):
-                    if (
-                        16 << 10 <= (rows + columns) * depth * 2 * (stages - 1) <= 200 << 10
-                        and columns * depth <= 16384
-                    ):
+        for columns, warps in ((16, 1), (16, 2), (16, 4), (32, 2), (32, 4), (64, 4), (128, 4)):
+            for depth in (64, 128, 256, 512):
+                for stages in (3, 4, 5, 6):
+                    under_way = (rows + columns) * depth * 2 * (stages - 1)
+                    if 24 << 10 <= under_way <= 200 << 10 and columns * depth <= 16384 and 100 <= n // columns <= 4000:
                         yield Tile("stream", rows, columns, depth, warps, stages, early=True)
         for columns in (64, 128):
             yield Tile("tall", rows, columns, 128, 4, 4)
     else:
-        for rows, columns in ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256), (256, 128)):
-            for stages in (3, 4, 5, 6, 8):
-                for warps in (4, 8) if rows * columns == 8192 else (8 if rows * columns > 8192 else 4,):
-                    for halves in (False, True) if rows * columns >= 32768 else (False,):
-                        if (rows + columns) * 128 * stages <= tiles.SHARED:
-                            yield Tile("tall", rows, columns, 64, warps, stages, halves=halves)
-        for columns in (128, 256):
-            for stages in (3, 4):
-                yield Tile("tall", 128, columns, 64, 4, stages, specialised=True)
+        for rows, columns, warps, stages in TALL:
+            yield Tile("tall", rows, columns, 64, warps, stages, halves=rows * columns >= 32768)
 
 
 def affine_candidates(most: int) -> Iterator[Tile]:
     if most <= 64:
-        for rows in dict.fromkeys((max(8, min(most, 32)), 8, 16)):
-            for columns in (16, 32, 64):
-                for stages in (2, 3, 4, 5):
-                    yield Tile("stream", rows, columns, 0, 4, stages, early=True)
-    else:
-        for rows, columns, warps in ((64, 64, 4), (64, 64, 8), (128, 64, 8), (64, 128, 8), (128, 128, 8), (256, 64, 8)):
-            for stages in (2, 3):
-                yield Tile("tall", rows, columns, 0, warps, stages)
+        for columns, warps in ((64, 2), (64, 4), (128, 2), (128, 4)) if most <= 32 else ((64, 4), (128, 4), (128, 8)):
+            for stages in (3, 4, 6, 8):
+                yield Tile("stream", most, columns, 128, warps, stages, early=True)
+        if most > 8:
+            yield Tile("stream", most // 2, 128, 128, 4, 4, early=True)
+        return
+    if most <= 512:
+        for rows, columns, warps in ((64, 128, 4), (128, 64, 4), (128, 128, 8)):
+            for stages in (3, 4):
+                yield Tile("stream", rows, columns, 128, warps, stages)
+    if most >= 256:
+        for rows, columns, warps, stages in (
+            (64, 256, 4, 4), (128, 64, 8, 5), (128, 128, 8, 3), (128, 128, 8, 4), (128, 256, 8, 3), (128, 256, 8, 4),
+        ):  # fmt: skip
+            yield Tile("tall", rows, columns, 64, warps, stages)
 
 
 def fingerprint(x: torch.Tensor) -> tuple[int, int]:
@@ -237,9 +247,9 @@ def plan(kind: str, shape: Shape, rows: list[int], dry: bool) -> dict[int, list[
     """For each place in MOST that is asked for, the tile in use and the others that it could be."""
     plans = {}
     for place, most in enumerate(MOST):
-        if most in rows and not (shape.few and most > 256):
+        if most in rows and not (shape.few and most > 256) and not (shape.many and most != MOST[-1]):
             use = use_of(kind, shape, most)
-            options = dense_candidates(most) if kind == "dense" else affine_candidates(most)
+            options = dense_candidates(most, shape.n) if kind == "dense" else affine_candidates(most)
             plans[place] = [use] if dry else [*dict.fromkeys([use, *options])]
     return plans
 
@@ -283,6 +293,8 @@ def main() -> None:
     every = dict.fromkeys(shape for model in args.models.split(",") for shape in shapes(SIZES[model]))
     for kind in ("dense", "affine") if args.only is None else (args.only,):
         for shape in every:
+            if kind == "affine" and shape.many:
+                continue  # pictures' weights are never packed
             if time.perf_counter() < until:
                 found = tune(kind, shape, plan(kind, shape, wanted, args.dry), copy, until)
                 key = (shape.n, shape.k) if kind == "dense" else (shape.n, shape.k, *FORMAT)

@@ -41,6 +41,11 @@ def shared(a, b) -> float:
     return float(np.mean([len({*x} & {*y}) / len(x) for x, y in zip(a.ids, b.ids)]))
 
 
+def apart(a, b) -> float:
+    """How far the logits of b are from those of a, as a part of them."""
+    return float(np.linalg.norm(a.logits - b.logits) / np.linalg.norm(a.logits))
+
+
 @pytest.mark.parametrize("changes", SHAPES, ids=str)
 @pytest.mark.parametrize("bits", [16, 4])
 def test_a_gpu_drafts_as_a_cpu_does(write, changes, bits):
@@ -62,7 +67,7 @@ def test_a_gpu_drafts_as_a_cpu_does(write, changes, bits):
         for a, b in zip(exact, other, strict=True):
             assert b.ids.shape == a.ids.shape and np.isfinite(b.logits).all() and np.isfinite(b.edges).all()
             # In bf16 on a CPU logits differ by 0.06; in 4 bits, where rounding first to bf16 turns values, by 0.28.
-            assert np.linalg.norm(a.logits - b.logits) / np.linalg.norm(a.logits) < (0.12 if bits == 16 else 0.5)
+            assert apart(a, b) < (0.12 if bits == 16 else 0.5)
         # Compared together: one place alone may be unlucky.
         assert np.mean([shared(a, b) for a, b in zip(exact, other)]) > (0.85 if bits == 16 else 0.6)
 
@@ -95,8 +100,9 @@ def test_rounds_of_streams_that_come_and_go(write):
                 form.extend(own[i], taps(int(rows), 100 * step + i, 128).to(form.device), own[i].end)
         asking = [i for i in range(len(held[0])) if rng.random() < 0.8][:16]
         found = [form.lattices([Ask(own[i], 3 + i, own[i].end, 7) for i in asking]) for form, own in zip(forms, held)]
-        alike += [(shared(a, b), np.abs(a.logits - b.logits).max()) for a, b in zip(*found, strict=True)]
-    assert np.mean([part for part, _ in alike]) > 0.9 and np.median([error for _, error in alike]) < 0.1
+        alike += [(shared(a, b), apart(a, b)) for a, b in zip(*found, strict=True)]
+    # Both round to bf16, in other orders. A row of another context would share few of the candidates.
+    assert np.mean([part for part, _ in alike]) > 0.9 and np.median([error for _, error in alike]) < 0.12
     assert sorted(forms[0].free) == sorted(forms[1].free)
 
 

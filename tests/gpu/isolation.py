@@ -1,7 +1,8 @@
 """A pytest plugin for tests on a GPU: `-p tests.gpu.isolation`.
 
 A kernel that touches memory it may not leaves its process without a working device. From then on every test of that
-process runs in a process of its own, so that one fault is one failure.
+process runs in a process of its own, so that one fault is one failure. What fails is told at once: a later test may
+hang, and the run be stopped.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ class Isolation:
             self.broken = True
             report.sections.append(("the device", "this process lost it: later tests run in processes of their own"))
         return report
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed and not hasattr(self.config, "workerinput"):
+            print(f"\nat once: {report.nodeid} failed\n{report.longreprtext[-3000:]}", file=sys.stderr, flush=True)
 
     @staticmethod
     def faulted() -> bool:

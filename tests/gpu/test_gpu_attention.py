@@ -10,6 +10,7 @@ from tests.kernels_gpu.cases import Draws, Paged, chain, cuts, ints, packed, pat
 from tfmagic.kernels.gpu import attention, tower
 from tfmagic.kernels.gpu.packing import Prompts, Windows
 from tfmagic.kernels.gpu.pages import Rows, commit
+from tfmagic.kernels.gpu.turn import turn
 
 pytestmark = pytest.mark.gpu
 
@@ -129,13 +130,23 @@ def test_a_graph_serves_every_length():
     same(out, call())
 
 
+@pytest.mark.parametrize(("heads", "d"), [(16, 72), (16, 88), (4, 32)])
+def test_the_towers_rotation(heads, d):
+    draws = Draws(d, DEVICE)
+    qkv, (cos, sin) = draws(1000, 3, heads, d), draws(2, 1000, d // 2, dtype=torch.float32)
+    out, said = turn(qkv, cos, sin), turn(qkv.cpu(), cos.cpu(), sin.cpu())
+    for name, one, two in zip(out._fields, out, said, strict=True):
+        near(one.cpu(), two, 0.01, 0.001, name)
+
+
 @pytest.mark.parametrize(("heads", "d"), [(16, 72), (4, 32)])
 def test_pictures_are_the_same_beside_any_other(heads, d):
     lengths = [1024, 16, 640, 100]
     q, k, v = Draws(d, DEVICE)(sum(lengths), 3, heads, d).unbind(1)
-    out = tower.tower_attention(q, k, v, tensor(*lengths))
-    said = tower.tower_attention_twin(q.cpu(), k.cpu(), v.cpu(), ints(*lengths), torch.empty(q.shape).bfloat16())
+    out = tower.tower_attention(tower.split(q, k, v), tensor(*lengths))
+    x = tower.split(q.cpu(), k.cpu(), v.cpu())
+    said = tower.tower_attention_twin(x, ints(*lengths), torch.empty_like(x.q))
     near(out.cpu(), said, *CLOSE, "beside the twin")
     for rows in torch.arange(len(q), device=DEVICE).split(lengths):
-        alone = tower.tower_attention(*(x[rows] for x in (q, k, v)), tensor(len(rows)))
+        alone = tower.tower_attention(tower.split(q[rows], k[rows], v[rows]), tensor(len(rows)))
         same(alone, out[rows], f"a picture of {len(rows)} rows")

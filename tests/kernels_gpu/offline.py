@@ -51,6 +51,8 @@ class Built(NamedTuple):
     """Bytes of a thread's local memory: spilled registers, if anything."""
     shared: int
     sass: str
+    ttgir: str
+    """Triton's own form of it, layouts and all."""
 
 
 def launches(call: Callable[[], Any], *modules) -> list[Launch]:
@@ -91,7 +93,7 @@ def compiled(launch: Launch) -> Built:
         Path(file.name).write_bytes(built.asm["cubin"])
         usage, sass = (dump(option, file.name) for option in ("--dump-resource-usage", "--dump-sass"))
     numbers = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    return Built(numbers["REG"], numbers["STACK"] + numbers["LOCAL"], built.metadata.shared, sass)
+    return Built(numbers["REG"], numbers["STACK"] + numbers["LOCAL"], built.metadata.shared, sass, built.asm["ttgir"])
 
 
 def typed(value: Any) -> tuple[str, bool]:

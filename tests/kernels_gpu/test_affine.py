@@ -7,12 +7,13 @@ import torch
 
 from tests.kernels_gpu.test_linear import close, random
 from tfmagic.errors import Refusal
+from tfmagic.kernels.gpu import affine as module
 from tfmagic.kernels.gpu.affine import Affine, affine, affine_twin, codes_of, unpack
 from tfmagic.kernels.gpu.epilogue import GATED, PLAIN, finish_twin
 from tfmagic.kernels.gpu.linear import gate_up, interleave, linear
 from tfmagic.kernels.gpu.tiles import Tile
 
-STREAM, TALL = Tile("stream", 16, 32, 0), Tile("tall", 32, 64, 0, group=2)
+STREAM, TALL = Tile("stream", 16, 32, 128), Tile("tall", 32, 64, 32, group=2)
 FORMATS = [(bits, group) for bits in (4, 8) for group in (32, 64, 128)]
 
 
@@ -58,9 +59,11 @@ def test_gate_and_up(bits, tile):
     assert close(run(x, w, tile, GATED), finish_twin(affine_twin(x, w), GATED, None))
 
 
+@pytest.mark.parametrize("slices", [1, 4])
 @pytest.mark.parametrize(("bits", "group"), [(4, 64), (8, 32)])
-def test_a_row_keeps_its_bits_in_any_company_and_form(bits, group):
+def test_a_row_keeps_its_bits_in_any_company_and_form(bits, group, slices):
     w = Affine(*stored(48, 256, bits, group), bits, group)
+    w.slices = slices
     x = random(40, 256).bfloat16()
     f32 = torch.float32
     alone = torch.cat([run(x[i : i + 1], w, STREAM, dtype=f32) for i in range(0, 40, 13)])
@@ -69,12 +72,41 @@ def test_a_row_keeps_its_bits_in_any_company_and_form(bits, group):
         assert torch.equal(run(x[:rows], w, tile, dtype=f32)[::13], alone[: -(-rows // 13)]), tile
 
 
+@pytest.mark.parametrize("slices", [1, 2, 8])
 @pytest.mark.parametrize("groups", [3, 16, 18, 31])
-def test_slices_of_any_number_of_steps(groups):
+def test_slices_of_any_number_of_steps(groups, slices):
     w = Affine(*stored(32, 32 * groups, 4, 32), 4, 32)
+    w.slices = slices
     x = random(5, w.k).bfloat16()
     found = [run(x, w, tile, dtype=torch.float32) for tile in (STREAM, TALL)]
     assert close(found[0], affine_twin(x, w)) and torch.equal(*found)
+    assert not w.tickets.any()  # as the next launch wants them
+
+
+def test_slices_are_added_in_order():
+    w = Affine(*stored(32, 1024, 4, 32), 4, 32)
+    w.slices = 4
+    x = random(5, 1024).bfloat16()
+    parts = [x.clone().index_fill_(1, torch.tensor([i for i in range(1024) if i // 256 != s]), 0) for s in range(4)]
+    one, two, three, four = (run(part, w, STREAM, dtype=torch.float32) for part in parts)
+    assert torch.equal(run(x, w, STREAM, dtype=torch.float32), one + two + three + four)
+
+
+@pytest.mark.parametrize("what", [PLAIN, GATED])
+def test_many_rows_take_a_weight_in_parts(what, monkeypatch):
+    w = Affine(*stored(592, 64, 4, 32), 4, 32, random(592))
+    monkeypatch.setattr(module, "SCRATCH", 2 * 592 * 64 // 3)
+    x, residual = random(5, 64).bfloat16(), None if what == GATED else random(5, 592, seed=3).bfloat16()
+    assert close(run(x, w, TALL, what, residual), finish_twin(affine_twin(x, w), what, residual))
+
+
+def test_values_are_those_of_dequantised_weights():
+    """Of weights rounded to bf16, by products with each unit vector."""
+    q, scales, biases = stored(32, 64, 8, 32)
+    exact = codes_of(q, 8).float() * scales.float().repeat_interleave(32, 1) + biases.float().repeat_interleave(32, 1)
+    for tile in (STREAM, TALL):
+        found = run(torch.eye(64).bfloat16(), Affine(q, scales, biases, 8, 32), tile, dtype=torch.float32)
+        assert torch.equal(found.t(), exact.bfloat16().float())
 
 
 def test_public_functions_take_it():

