@@ -45,7 +45,7 @@ class Engine:
         """`model`: a family's; `emit` takes every event, in order, on the engine thread; `piece`: one token's text;
         `memory`: bytes that running sequences may take together; `drafter`: the model's `drafting.block.Drafter`;
         `curve`: what its rounds take, None: every guess is verified."""
-        self.model, self.store, self.emit, self.piece = model, store, emit, piece
+        self.model, self.store, self.sink, self.piece = model, store, emit, piece
         self.schedule = Scheduler(memory)
         self._lock, self._inbox, self._cancelled = Lock(), deque(), set()
         self._clearing: list[Event] = []
@@ -119,6 +119,11 @@ class Engine:
 
     # The engine thread -----------------------------------------------------------------------------
 
+    def emit(self, event: protocol.Event) -> None:
+        """Tell; what a round gave before comes first."""
+        self.rounds.tell()
+        self.sink(event)
+
     def step(self) -> bool:
         """One iteration. False: nothing is left to do."""
         self._receive()
@@ -158,7 +163,7 @@ class Engine:
         since = 1e3 * (now - request.submitted)
         prepare = min(request.prepare_ms, since)
         job.parts, job.at = {"queue": since - prepare, "prepare": prepare}, now
-        job.work = begin(job, self.model, self.store, self.emit, self.piece)
+        job.work = begin(job, self.model, self.store, self.emit, self.piece, self.schedule.decoding)
 
     def _tell_positions(self) -> None:
         for position, job in enumerate(self.schedule.waiting):
@@ -174,6 +179,7 @@ class Engine:
         pack = self._pack()
         if not pack:
             return
+        self.rounds.tell()  # rather than behind a pass
         try:
             passed = self.model.prompt_passes([job.rows.part(rows) for job, rows in pack])
         except Exception as error:

@@ -55,9 +55,10 @@ class Rows:
 
 
 def begin(
-    job: Job, model: Any, store: Store, emit: Callable, piece: Callable[[int], str]
+    job: Job, model: Any, store: Store, emit: Callable, piece: Callable[[int], str], waited: Callable[[], Any]
 ) -> Generator[int, None, None]:
-    """Everything before the rows, which are then `job.rows`; yields what each piece of work was worth, in rows."""
+    """Everything before the rows, which are then `job.rows`; yields what each piece of work was worth, in rows.
+    `waited`: whether somebody waits meanwhile, so that pieces had better be small."""
     job.ended("queue", time.perf_counter())  # admitted, it may still have waited behind other prompts
     prompt, cache = job.request.prompt, job.request.cache
     kept = store.find(prompt.key) if cache else None
@@ -69,13 +70,23 @@ def begin(
     job.ended("restore", time.perf_counter())
     emit(protocol.Restored(job.run, state.rows, source, note, miss, kept.settled if kept else 0))
     spared = [image.start + image.tokens <= state.rows for image in prompt.images]
-    for image, spare in zip(prompt.images, spared):
-        if not spare:
-            rows.features[image.start] = model.tower(image.patches, image.grid)
-            yield image.tokens
+    left, calls = [image for image, spare in zip(prompt.images, spared) if not spare], 0
+    while left:
+        together = 1 if waited() or not hasattr(model, "towers") else len(left)
+        some, left, calls = left[:together], left[together:], calls + 1
+        rows.features |= encoded(model, some)
+        yield sum(image.tokens for image in some)
     job.ended("tower", time.perf_counter())
-    emit(protocol.Encoded(job.run, len(rows.features), spared))
+    emit(protocol.Encoded(job.run, calls, spared))
     job.rows = rows
+
+
+def encoded(model: Any, images: list[Any]) -> dict[int, Any]:
+    """First row -> feature rows of some images, by one run of the tower."""
+    if len(images) == 1:
+        return {images[0].start: model.tower(images[0].patches, images[0].grid)}
+    found = model.towers([image.patches for image in images], [image.grid for image in images])
+    return {image.start: rows for image, rows in zip(images, found)}
 
 
 def restore(model: Any, store: Store, kept: Kept | None, key: list[int]):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tfmagic import protocol
@@ -16,9 +18,13 @@ Pair = tuple[Job, Stream]
 
 
 class Rounds:
+    """What a round gave is told while the next one runs, where the model can be asked to begin it; at the latest before
+    anything else is told."""
+
     def __init__(self, engine: Any, drafting: Drafting):
         """`engine`: the `loop.Engine` whose streams decode; it ends those that fail."""
         self.engine, self.drafting = engine, drafting
+        self._untold: list[tuple[Job, Callable[[], protocol.Event]]] = []
 
     def run(self) -> None:
         """One round. A pass that fails as a whole has moved no state and is run again a stream at a time: who fails
@@ -60,7 +66,15 @@ class Rounds:
         streams, model = [stream for _, stream in pairs], self.engine.model
         windows = [draft.window(stream.ids[-1]) for stream, draft in zip(streams, drafts)]
         began = time.perf_counter()
-        outcomes = model.round([stream.state for stream in streams], windows, [stream.draws() for stream in streams])
+        told = [stream.state for stream in streams], windows, [stream.draws() for stream in streams]
+        if launch := getattr(model, "launch_round", None):
+            landed = launch(*told)
+            self.tell()
+            outcomes = landed()
+        else:
+            self.tell()
+            began = time.perf_counter()
+            outcomes = model.round(*told)
         whole, commit = since(began), getattr(model, "commit_ms", None)
         return outcomes, (whole - (commit or 0.0), commit)
 
@@ -77,7 +91,7 @@ class Rounds:
         }
 
     def _commit(self, job: Job, stream: Stream, draft: Draft, outcome: Outcome, times: dict) -> None:
-        """Add a walk's tokens to its stream and tell; what goes wrong ends this run and no other."""
+        """Add a walk's tokens to its stream, to be told; what goes wrong ends this run and no other."""
         if job not in self.engine.schedule.running:
             return
         try:
@@ -85,23 +99,35 @@ class Rounds:
                 raise FloatingPointError(outcome.walk.error)
             self.drafting.read(stream, outcome.taps, len(stream.ids) - 1)
             tokens = stream.accept(outcome.walk, outcome.logits)
-            self._tell(job, stream, draft, outcome.walk.rows, tokens, times)
         except Exception as error:
-            self.engine.fail(job, error)
+            return self.engine.fail(job, error)
+        times["ms"] = since(job.request.submitted)
+        told = partial(self._committed, job, stream, draft, outcome.walk.rows, tokens, times)
+        self._untold.append((job, told))
 
-    def _tell(
+    def tell(self) -> None:
+        """Tell what the last round gave."""
+        untold, self._untold = self._untold, []
+        for job, committed in untold:
+            if job not in self.engine.schedule.running:
+                continue  # it failed just now
+            try:
+                self.engine.emit(committed())
+            except Exception as error:
+                self.engine.fail(job, error)
+
+    def _committed(
         self, job: Job, stream: Stream, draft: Draft, rows: list[int], tokens: list[Token], times: dict
-    ) -> None:
+    ) -> protocol.Committed:
         taken = {row for row, token in zip(rows[1:], tokens) if token.made == "draft"}
         guesses = enumerate(zip(draft.ids, draft.parents, draft.chances), 1)
         done = Round(
-            ms=1e3 * (time.perf_counter() - job.request.submitted),
             committed=len(tokens),
             draft_source=draft.source,
             nodes=[Node(self.engine.piece(id), parent, chance, row in taken) for row, (id, parent, chance) in guesses],
             **times,
         )
-        self.engine.emit(protocol.Committed(job.run, stream.index, done, tokens))
+        return protocol.Committed(job.run, stream.index, done, tokens)
 
 
 def since(began: float) -> float:

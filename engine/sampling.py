@@ -7,7 +7,6 @@ accepted when it equals that draw. Everything here is float64 on the host; ties 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import numpy as np
 from tfmagic.errors import Refusal
 from tfmagic.protocol import Params
 
+from .cache.key import whole
 from .drafting.draft import Walk, Window
 
 COLDEST = 1e-6
@@ -106,11 +106,12 @@ def candidates(scaled: np.ndarray, s: Sampling) -> tuple[np.ndarray, np.ndarray]
     return ids[keep], scaled[keep]
 
 
-def gumbel(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
-    """Standard Gumbel noise, float64, one value a token id: splitmix64's mixer over seed, position and id in turn."""
+def gumbel(seed: int, position: int | np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Standard Gumbel noise, float64, one value a token id: splitmix64's mixer over seed, position and id in turn.
+    Positions [..., 1] go with ids [..., n]."""
     with np.errstate(over="ignore"):
-        x = mixed(np.full(len(ids), seed % 2**64, np.uint64) + np.uint64(0x9E3779B97F4A7C15))
-        x = mixed(x ^ np.uint64(position * 0xD1342543DE82EF95 % 2**64))
+        x = mixed(np.uint64(seed % 2**64) + np.uint64(0x9E3779B97F4A7C15))
+        x = mixed(x ^ np.asarray(position).astype(np.uint64) * np.uint64(0xD1342543DE82EF95))
         x = mixed(x ^ ids.astype(np.uint64))
     return -np.log(-np.log((x >> np.uint64(11)) * 2.0**-53 + 2.0**-54))
 
@@ -133,7 +134,7 @@ def likeliest(row: np.ndarray, s: Sampling, chosen: int) -> tuple[float, list[tu
 
 def derived_seed(key: Sequence[int]) -> int:
     """The seed of a request that gives none: a digest of its prompt, 63 bits, so that a repeated request repeats."""
-    return int.from_bytes(hashlib.sha256(",".join(map(str, key)).encode()).digest()[:8], "big") >> 1
+    return int.from_bytes(whole(key)[:8], "big") >> 1
 
 
 def fill(

@@ -9,13 +9,17 @@ from collections.abc import Sequence
 
 def prefixes(key: Sequence[int], grain: int) -> list[bytes]:
     """One 16-byte digest for each prefix of grain, 2 · grain, ... elements (signed 64-bit numbers), shortest first."""
-    digests, running = [], hashlib.blake2b(digest_size=16)
+    digests, running, rows = [], hashlib.blake2b(digest_size=16), memoryview(packed(key))
     for start in range(0, len(key) - grain + 1, grain):
-        running.update(struct.pack(f"<{grain}q", *key[start : start + grain]))
+        running.update(rows[8 * start : 8 * (start + grain)])
         digests.append(running.copy().digest())
     return digests
 
 
 def whole(key: Sequence[int]) -> bytes:
     """The digest of a prompt's whole key, 16 bytes."""
-    return hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=16).digest()
+    return hashlib.blake2b(packed(key), digest_size=16).digest()
+
+
+def packed(key: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(key)}q", *key)

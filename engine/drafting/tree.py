@@ -67,8 +67,8 @@ def steps(lattice: Lattice, by: Draw) -> np.ndarray:
     scores = lattice.logits[:, None].astype(np.float64) + EDGE * lattice.edges
     s = by.sampling
     if places and not s.greedy:
-        noise = [gumbel(by.seed, by.position + place, ids) for place, ids in enumerate(lattice.ids)]
-        scores = scores / max(s.temperature, COLDEST) + NOISE * np.array(noise)[:, None]
+        noise = gumbel(by.seed, by.position + np.arange(places)[:, None], lattice.ids)
+        scores = scores / max(s.temperature, COLDEST) + NOISE * noise[:, None]
     scores /= SHARPNESS
     scores -= scores.max(-1, keepdims=True, initial=-np.inf)
     return scores - np.log(np.exp(scores).sum(-1, keepdims=True))

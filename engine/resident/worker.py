@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 import traceback
@@ -69,6 +70,8 @@ class Worker(threading.Thread):
         what = "could not load the model"
         try:
             opened = self.open(self.progress)
+            gc.collect()
+            gc.freeze()  # what was loaded stays: looking through it would hold up a round by tens of milliseconds
             self.ready(opened)
             what = "failed while it ran"
             while True:

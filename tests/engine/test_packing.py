@@ -130,8 +130,8 @@ def test_first_tokens_go_out_before_any_draft_is_made(tiny, monkeypatch):
     bench, order = Bench(tiny), []
     drafts = Copies.draft
     monkeypatch.setattr(Copies, "draft", lambda copies, limit: order.append("draft") or drafts(copies, limit))
-    take = bench.engine.emit
-    bench.engine.emit = lambda event: (isinstance(event, protocol.First) and order.append("first")) or take(event)
+    take = bench.engine.sink
+    bench.engine.sink = lambda event: (isinstance(event, protocol.First) and order.append("first")) or take(event)
     prompts = [text_prompt(ids(100, s)) for s in range(3)]
     for prompt in prompts:
         bench.submit(prompt, GREEDY, 2)

@@ -131,7 +131,7 @@ def shipped_prompt(opened, text):
 def shipped_runs(opened, asks):
     """Runs of (text, params, streams), all submitted at once, with the embedded model."""
     events, runs = [], {}
-    opened.engine.emit = events.append
+    opened.engine.sink = events.append
     for i, (text, params, streams) in enumerate(asks):
         prompt = shipped_prompt(opened, text)
         runs[str(i)] = Run(str(i), 0.0, streams=[Stream() for _ in range(streams)])

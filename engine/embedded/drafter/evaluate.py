@@ -109,7 +109,7 @@ def reply(opened, messages, encoded, **params):
     from tfmagic.run import Run, Stream
 
     record = Run("evaluate", 0.0, streams=[Stream()])
-    opened.engine.emit = record.apply
+    opened.engine.sink = record.apply
     prompt = opened.prepare(messages, encoded)
     sampling = opened.sampling(protocol.Params(max_tokens=200, **params), prompt)
     # Cold: behind a kept state the drafter would see the rows computed since alone.

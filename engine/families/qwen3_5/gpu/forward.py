@@ -159,7 +159,8 @@ class Forward:
                 m, b, alpha = (part.unflatten(0, (S, R)) for part in (m, b, alpha))
                 into = conv.Inputs(*(part[g] for part in inputs))
                 conv.convolve_tree(m, alpha, b, pool.conv[g], slots, w.conv, space.heads, trees, out=into)
-                o, _ = delta.delta_tree(into, pool.S[g], slots, trees, out=(torch.empty_like(into.v), u[g]))
+                to = torch.empty_like(into.v), u[g]
+                o, _ = delta.delta_tree(into, pool.S[g], slots, trees, to, moves=R == 1)
                 o = gated_rms(o.flatten(0, 1), z, w.norm, t.eps)
                 g += 1
             x = self.feed(linear(o, w.out, residual=x, out=x), layer)
@@ -173,7 +174,8 @@ class Forward:
         pages.commit(keys, pool.keys, pool.table, slots, rows, *walked[1:])
         fed = projected.unflatten(1, (S, R))[..., : t.channels]
         conv.conv_commit(fed, pool.conv, *walked)
-        delta.delta_commit(pool.S, inputs.k, inputs.decay, u, *walked)
+        if R > 1:
+            delta.delta_commit(pool.S, inputs.k, inputs.decay, u, *walked)
 
     def feed(self, x: Tensor, layer: Layer) -> Tensor:
         """x plus the gated MLP of its norm, in place."""

@@ -28,7 +28,7 @@ from .forward import Forward, Kept, Places
 from .graphs import Graphs
 from .plan import described, plan
 from .pool import KV, Plan, Pool, page_bytes, pages_for
-from .rounds import First, Rounds
+from .rounds import BUCKETS, First, Rounds
 from .short import Short
 from .state import State, View
 from .warmup import warm_up
@@ -69,6 +69,8 @@ class Model:
     """Rows of a prompt pass, several prompts' together."""
     slices = (4096, 512)
     """Rows of one prompt a step: with nobody decoding, and beside decoding streams, which wait for them."""
+    windows = BUCKETS
+    """A round computes as many rows of every stream: the first of these numbers that holds its longest window."""
     commit_ms: float | None = None
     """States move within the round's one launch."""
 
@@ -284,7 +286,14 @@ class Model:
     def round(self, states: list[State], windows: list[Window], draws: list[Draw]) -> list[Outcome]:
         """Verify one window a sequence, each at its state's end, in one pass that gives each what it gives alone; walk
         every window, and move every state along its walk. A pass that fails has moved no state."""
-        return self.rounds.run(states, windows, draws)
+        return self.rounds.launch(states, windows, draws)()
+
+    @on_device
+    def launch_round(
+        self, states: list[State], windows: list[Window], draws: list[Draw]
+    ) -> Callable[[], list[Outcome]]:
+        """`round`, begun: what is returned waits for it and gives the outcomes."""
+        return self.rounds.launch(states, windows, draws)
 
     @on_device
     def time_round(self, streams: int, rows: int) -> float:
@@ -293,7 +302,7 @@ class Model:
         windows = [Window([0] * n, list(range(-1, n - 1))) for n in lengths]
         draws = [Draw(replace(GREEDY, size=self.size), 0, 1)] * streams
         states = [State(self.pool) for _ in range(streams)]
-        self.rounds.run(states, windows, draws)  # what is new to the device is made first
+        self.rounds.launch(states, windows, draws)()  # what is new to the device is made first
         began = time.perf_counter()
-        self.rounds.run(states, windows, draws)
+        self.rounds.launch(states, windows, draws)()
         return 1e3 * (time.perf_counter() - began)

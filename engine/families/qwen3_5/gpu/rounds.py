@@ -3,6 +3,8 @@ then on is one launch between one copy in and one copy out; on a CPU it simply r
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -209,8 +211,10 @@ class Rounds:
         """The forward's taps have changed."""
         self._made, self._taps = {}, self.forward.new_taps(ROWS)
 
-    def run(self, states: list[State], windows: list[Window], draws: list[Draw]) -> list[Outcome]:
-        """One round; states move along their walks."""
+    def launch(
+        self, states: list[State], windows: list[Window], draws: list[Draw]
+    ) -> Callable[[], list[Outcome]]:
+        """Begin one round. What is returned waits for it, moves the states along their walks and says what it gave."""
         b = bucket(windows, draws, self.least)
         for state, window in zip(states, windows):
             state.reserve(state.rows + len(window.ids))
@@ -218,6 +222,9 @@ class Rounds:
         round.fill(states, windows, draws)
         round.into.send()
         round.launch()
+        return partial(self._landed, round, states, draws)
+
+    def _landed(self, round: Round, states: list[State], draws: list[Draw]) -> list[Outcome]:
         round.out.receive()
         outcomes = round.outcomes(self.forward.space.logits, draws)
         for state, outcome in zip(states, outcomes):

@@ -19,7 +19,7 @@ from .forward import Forward, Kept, Places
 from .graphs import Graphs
 from .state import State
 
-BUCKETS = (64, 128, 256, 512)
+BUCKETS = (64, 128, 256, 512, 768, 1024)
 MARKS = 2
 """Marks of a short pass at most."""
 

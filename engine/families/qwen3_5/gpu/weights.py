@@ -6,7 +6,7 @@ float32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from tfmagic.kernels.gpu.affine import Affine
 from tfmagic.kernels.gpu.linear import Dense, Weight, interleave
 
 from ..config import Config, Text
+
+Laid = tuple[Tensor, Tensor, Tensor]
+"""A frame's position rows, cos, sin."""
 
 
 @dataclass
@@ -75,6 +78,7 @@ class VisionWeights:
     norm: tuple[Tensor, Tensor]
     fc1: Dense
     fc2: Dense
+    laid: dict[tuple[int, int], Laid] = field(default_factory=dict)  # of the last frames' sizes (`tower.laid_out`)
 
 
 class Reader:
