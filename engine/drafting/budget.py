@@ -60,6 +60,8 @@ class Curve:
             least = [FREE * serial * (r - streams) for r in rows]
             more = accumulate((max(points[streams][r] - serial, low) for r, low in zip(rows, least)), max)
             self._extra.append(([r - streams for r in rows], list(more)))
+        self._serials: dict[int, float] = {}
+        self._extras: dict[tuple[int, bytes], np.ndarray] = {}
         self._rounds, self._last = 0, defaultdict(int)
         self._ratios: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
 
@@ -82,16 +84,25 @@ class Curve:
 
     def serial(self, streams: int) -> float:
         """A round of one row a stream."""
-        known = self._serial[0] if len(self._serial) == 1 else float(beyond(streams, self._streams, self._serial))
-        return self._scale(0, streams) * known
+        if streams not in self._serials:
+            one = len(self._serial) == 1
+            self._serials[streams] = self._serial[0] if one else float(beyond(streams, self._streams, self._serial))
+        return self._scale(0, streams) * self._serials[streams]
 
     def extra(self, streams: int, rows: np.ndarray) -> np.ndarray:
         """What so many rows more than one a stream add; [len(rows)]."""
-        known = np.array([beyond(rows, *one) for one in self._extra])
-        between = [float(np.interp(streams, self._streams, row)) for row in np.eye(len(known))]
         sizes = self._sizes(streams, rows).tolist()
         scales = {size: self._scale(size, streams) for size in set(sizes)}
-        return np.array([scales[size] for size in sizes]) * (np.array(between) @ known)
+        return np.array([scales[size] for size in sizes]) * self._timed(streams, rows)
+
+    def _timed(self, streams: int, rows: np.ndarray) -> np.ndarray:
+        """`extra` by the timing alone. The same few are asked for round after round."""
+        key = streams, rows.tobytes()
+        if key not in self._extras:
+            known = np.array([beyond(rows, *one) for one in self._extra])
+            between = [float(np.interp(streams, self._streams, row)) for row in np.eye(len(known))]
+            self._extras[key] = np.array(between) @ known
+        return self._extras[key]
 
     def learn(self, streams: int, rows: int, ms: float) -> None:
         """A round that computed so many rows of so many streams took so long."""
