@@ -44,7 +44,8 @@ class Rounds:
                 self._alone(pair, draft)
         else:
             streams, walks = [stream for _, stream in pairs], [outcome.walk for outcome in outcomes]
-            self.drafting.learn(streams, proposal, walks, sum(part or 0.0 for part in parts))
+            fresh = getattr(self.engine.model, "fresh_round", False)
+            self.drafting.learn(streams, proposal, walks, None if fresh else sum(part or 0.0 for part in parts))
             for i, (pair, outcome) in enumerate(zip(pairs, outcomes)):
                 self._commit(*pair, proposal.kept[i], outcome, self._times(proposal, i, draft_ms, *parts))
         for job in dict.fromkeys(job for job, _ in pairs):

@@ -91,6 +91,7 @@ class Store:
         self._kept: OrderedDict[bytes, Kept] = OrderedDict()
         self._through: dict[bytes, dict[bytes, None]] = {}  # a prefix's name -> the states that begin with it
         self._gone: OrderedDict[bytes, Gone] = OrderedDict()
+        self._last: tuple[Sequence[int], list[bytes]] = ((), [])
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -106,7 +107,7 @@ class Store:
 
     def longest(self, key: Sequence[int]) -> Kept | None:
         """`find`, uncounted."""
-        digests = prefixes(key[:-1], self.grain)
+        digests = self._starts(key)
         held = (digest for digest in reversed(digests) if digest in self._kept)
         digest = next((d for d in held if self._kept[d].key == tuple(key[: self._kept[d].at])), None)
         kept = self._kept[digest] if digest else None
@@ -121,7 +122,7 @@ class Store:
 
     def reach(self, key: Sequence[int]) -> int:
         """Rows of the longest state in memory that a prompt of this key may start from. Moves and counts nothing."""
-        digests = prefixes(key[:-1], self.grain)
+        digests = self._starts(key)
         return next((self._kept[digest].at for digest in reversed(digests) if digest in self._kept), 0)
 
     def exact(self, kept: Kept, key: Sequence[int]) -> bool:
@@ -145,7 +146,7 @@ class Store:
         """
         if not self.budget and self.disk is None:
             return
-        digests, last = prefixes(key[:-1], self.grain), last_mark(len(key), self.grain)
+        digests, last = self._starts(key), last_mark(len(key), self.grain)
         own = {digests[at // self.grain - 1] for at in states}
         if resumed is not None:
             own.add(prefixes(resumed.key, self.grain)[-1])
@@ -184,7 +185,7 @@ class Store:
     def nearest(self, key: Sequence[int], above: int) -> tuple[Kept, int] | None:
         """The state that agrees with the key the furthest, and up to which row; None when none does past `above`
         rows (0: the nearest of all, unless nothing is kept)."""
-        digests = prefixes(key, self.grain)
+        digests = self._names(key)
         for i in range(len(digests), above // self.grain - 1, -1):
             names = self._through.get(digests[i - 1], ()) if i else self._kept
             if names:
@@ -201,8 +202,18 @@ class Store:
 
     def gone(self, key: Sequence[int], above: int) -> Gone | None:
         """The longest evicted state, of more than `above` rows, that the key could have started from."""
-        digests = prefixes(key[:-1], self.grain)
+        digests = self._starts(key)
         return next((self._gone[d] for d in reversed(digests[above // self.grain :]) if d in self._gone), None)
+
+    def _names(self, key: Sequence[int]) -> list[bytes]:
+        """The key's prefixes; those of the last key are remembered, which is asked for several times."""
+        if self._last[0] is not key:
+            self._last = key, prefixes(key, self.grain)
+        return self._last[1]
+
+    def _starts(self, key: Sequence[int]) -> list[bytes]:
+        """Of them, those that a prompt of this key may start from."""
+        return self._names(key)[: max(len(key) - 1, 0) // self.grain]
 
     # Room --------------------------------------------------------------------------------------------
 

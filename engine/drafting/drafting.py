@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from statistics import median_low
 from typing import Any
 
+import torch
+
 from tfmagic.engine.resident.log import log
 
 from ..sampling import Draw
@@ -125,10 +127,10 @@ class Drafting:
         costs.append(now)
         return median_low(costs)
 
-    def learn(self, streams: list[Any], proposal: Proposal, walks: list[Walk], ms: float) -> None:
-        """How the round went, which took `ms`."""
+    def learn(self, streams: list[Any], proposal: Proposal, walks: list[Walk], ms: float | None) -> None:
+        """How the round went, which took `ms`; None: longer than others of its kind will."""
         kept = [len(draft.ids) for draft in proposal.kept]
-        if self.curve is not None:
+        if self.curve is not None and ms is not None:
             self.curve.learn(len(streams), self.curve.rows(kept), ms)
         accepted = [max(len(walk.rows) - 1, 0) for walk in walks]
         for i, (stream, draft, walk) in enumerate(zip(streams, proposal.raw, walks)):
@@ -156,8 +158,11 @@ class Drafting:
             stream.guesses.taps.add(taps, start)
 
     def _read(self, context: Any, taps: Taps) -> None:
-        for rows, start in taps.take():
-            self.drafter.extend(context, rows, start)
+        """All at once: after a pause there may be hundreds of parts."""
+        parts = taps.take()
+        if parts:
+            rows = parts[0][0] if len(parts) == 1 else torch.cat([rows for rows, _ in parts])
+            self.drafter.extend(context, rows, parts[0][1])
 
     def _copied(self, stream: Any, limit: int) -> Draft:
         guesses = stream.guesses

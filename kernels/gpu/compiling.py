@@ -1,16 +1,21 @@
 """Kernels compiled many at once, before they are needed.
 
-Triton compiles a kernel where it is first launched, and the launch waits. A model launches about a hundred different
-ones, which is a minute of one core; most of that work leaves Python's lock alone, so threads share it well.
+Triton compiles a kernel where it is first launched, and the launch waits; so it does for the kernel's launcher, which a
+C compiler builds. A model launches about a hundred different ones, which is a minute of one core; most of that work
+leaves Python's lock alone, so threads share it well.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
 
 try:
     import triton
@@ -29,13 +34,28 @@ if triton is not None:
 
 @contextmanager
 def compiled_only(threads: int | None = None) -> Iterator[None]:
-    """Within, launches of this thread compile their kernels and run nothing; leaving waits for all of them. A kernel
-    that cannot be compiled is tried again, and fails, where it is launched. `threads`: None: one a processor."""
+    """Within, launches of this thread compile their kernels and run nothing; leaving waits for all of them, ready to be
+    launched. A kernel that cannot be compiled or loaded is tried again, and fails, where it is launched. `threads`:
+    None: one a processor."""
     from triton.runtime._async_compile import AsyncCompileMode
 
     compiling = COMPILING.set(True)
     try:
-        with ThreadPoolExecutor(threads or os.cpu_count()) as pool, AsyncCompileMode(pool, ignore_errors=True):
-            yield
+        with ThreadPoolExecutor(threads or os.cpu_count(), initializer=here()) as pool:
+            with AsyncCompileMode(pool, ignore_errors=True) as compiled:
+                yield
+            kernels = [future.kernel for future in compiled.future_kernels.values()]
+            list(pool.map(load, [kernel for kernel in kernels if kernel is not None]))
     finally:
         COMPILING.reset(compiling)
+
+
+def here() -> Callable[[], None] | None:
+    """What makes this thread's device another's."""
+    return partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
+def load(kernel: Any) -> None:
+    """Build a compiled kernel's launcher and put it on the device, as its first launch would."""
+    with suppress(Exception):
+        _ = kernel.run

@@ -21,7 +21,7 @@ from tfmagic.engine.drafting.block import Ask
 from tfmagic.engine.drafting.draft import chain
 from tfmagic.engine.drafting.static import StaticDrafter
 from tfmagic.engine.families.qwen3_5.gpu.graphs import Graphs
-from tfmagic.engine.families.qwen3_5.gpu.rounds import Round
+from tfmagic.engine.families.qwen3_5.gpu.rounds import First, Round
 from tfmagic.engine.families.qwen3_5.gpu.warmup import one_of_each, warm_up
 from tfmagic.engine.sampling import Draw
 from tfmagic.kernels import gpu
@@ -54,6 +54,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(driver, "_active", Driver())
     monkeypatch.setattr(Kernel, "run", run)
     monkeypatch.setattr(Round, "outcomes", lambda *_: [])
+    monkeypatch.setattr(First, "drawn", lambda *_: [])
     for module in MODULES:
         monkeypatch.setattr(module, "launchable", lambda x: True, raising=False)
     yield found
@@ -74,6 +75,8 @@ def work(model, rng: random.Random) -> None:
     model.prompt_passes([(state, [0] * n, {}, straight(n), own) for state, n, own in parts])
     windows = [chain([0] * rng.randrange(1, 17)) for _ in states]
     model.round(states, windows, [Draw(rng.choice([GREEDY, SEEDED]), 3, 100) for _ in states])
+    kind = rng.choice([GREEDY, SEEDED])
+    model.draw(torch.zeros(model.vocab), [Draw(kind, 3, 100)] * rng.choice([1, 2, 5, 16]))
 
 
 def test_nothing_is_the_first_of_its_kind_afterwards(model, launched):

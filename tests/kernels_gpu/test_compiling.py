@@ -31,6 +31,10 @@ class Driver:
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
 
+    def launcher_cls(self, source, metadata):
+        """What would be built by a C compiler."""
+        return "a launcher"
+
 
 def test_kernels_are_built_and_not_run(monkeypatch, tmp_path):
     monkeypatch.setattr(driver, "_active", Driver())
@@ -43,7 +47,7 @@ def test_kernels_are_built_and_not_run(monkeypatch, tmp_path):
             norm.rms(x, w, 1e-6)
             norm.rms(x[:2], w, 1e-6)
         (kernel,) = norm._rms.device_caches[0][0].values()
-        assert kernel.asm["cubin"] and (x == 1).all()
+        assert kernel.asm["cubin"] and kernel._run == "a launcher" and (x == 1).all()
         with compiled_only(2), mock.patch.object(norm._rms, "compile", side_effect=AssertionError("built twice")):
             norm.rms(x, w, 1e-6)
     finally:

@@ -295,6 +295,11 @@ class Model:
         """`round`, begun: what is returned waits for it and gives the outcomes."""
         return self.rounds.launch(states, windows, draws)
 
+    @property
+    def fresh_round(self) -> bool:
+        """Whether the last round was the first of its kind, and took longer than others will."""
+        return self.rounds.fresh
+
     @on_device
     def time_round(self, streams: int, rows: int) -> float:
         """Milliseconds of one round of so many streams and rows, the rows spread over them; the states are new ones."""

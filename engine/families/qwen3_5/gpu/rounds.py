@@ -96,6 +96,8 @@ class Round:
         rows = torch.int32, (b.streams, b.rows)
         self.into = Fields(device, **fields(b.streams, b.rows))
         self.out = Fields(device, drawn=rows, path=rows, walked=(torch.int32, (b.streams,)))
+        self.first = torch.arange(0, b.streams * b.rows, b.rows, dtype=torch.int32, device=device)[:, None]
+        """Each stream's first row."""
         self.chain = list(range(-1, b.rows - 1))
         self.into.numpy["parents"][:] = self.chain
         self._last: list[tuple[Sampling, int] | None] = [None] * b.streams
@@ -138,13 +140,20 @@ class Round:
         asked = [bool(draw.sampling.logprobs) for draw in draws]
         none = [None] * len(rows)
         wanted = self._taken(logits, [own if ask else [] for own, ask in zip(rows, asked)]) if any(asked) else none
-        tapped = none if self.taps is None else self._taken(self.taps, rows)
+        tapped = none if self.taps is None else self._tapped(rows)
         found = []
         for s, own in enumerate(rows):
             error = NOT_FINITE if self._stuck(s, own, drawn[s]) else None
             walk = Walk(own, [drawn[s][row] for row in own], error)
             found.append(Outcome(walk, wanted[s].cpu().numpy() if asked[s] else None, tapped[s]))
         return found
+
+    def _tapped(self, rows: list[list[int]]) -> list[Tensor]:
+        """The tapped rows of each stream's walk: gathered by the path that is on the device already."""
+        places = (self.out.device["path"].clamp_min(0) + self.first).view(-1)
+        found = self.taps.index_select(0, places).view(*self.first.shape[:1], self.bucket.rows, -1)
+        parts = [found[s, : len(own)] for s, own in enumerate(rows)]
+        return parts if self.bucket.rows == 1 else [part.clone() for part in parts]  # not held by rows of no walk
 
     def _taken(self, x: Tensor, rows: list[list[int]]) -> list[Tensor]:
         """Each stream's rows of x [S · R, ...], copied at once."""
@@ -190,6 +199,9 @@ class First:
         rules = Rules(*(x[:n] for x in self.into.device.values()), size=draws[0].sampling.size)
         greedy = all(draw.sampling.greedy for draw in draws)
         sample(row.expand(n, -1), rules, out=self.out.device["drawn"][:n], greedy=greedy)
+        return self.drawn(n)
+
+    def drawn(self, n: int) -> list[int]:
         self.out.receive()
         drawn = self.out.numpy["drawn"][:n].tolist()
         if min(drawn) < 0:
@@ -206,6 +218,8 @@ class Rounds:
         self._taps: Tensor | None = None
         self.least = -(-4 // forward.t.kv_heads)
         """Rows in all for which every layer's part of what a round leaves starts at a multiple of 16 bytes."""
+        self.fresh = False
+        """Whether the last round was the first of its bucket, which had to be captured."""
 
     def tap(self) -> None:
         """The forward's taps have changed."""
@@ -218,7 +232,8 @@ class Rounds:
         b = bucket(windows, draws, self.least)
         for state, window in zip(states, windows):
             state.reserve(state.rows + len(window.ids))
-        round = self._made.get(b) or self._make(b)
+        self.fresh = b not in self._made
+        round = self._make(b) if self.fresh else self._made[b]
         round.fill(states, windows, draws)
         round.into.send()
         round.launch()
