@@ -272,30 +272,34 @@ def sort(chance: float) -> int:
     return min(int(chance * SORTS), SORTS - 1)
 
 
-LOSS, AGAIN, TRIES = 1.0, 0.5, 2
+LOSS, AGAIN, TRIES = 1.5, 0.5, 2
 """What drafts may lose before they pause, in rounds without any: at first, and after a pause; and how many of them must
 have been made since, for one alone may be out of luck."""
+LUCK = 0.5
+"""Of the first loss so much is put down to bad luck, and not made good by the pause."""
 SPEND, LONGEST = 0.008, 512
 """The part of the time that drafts which do not pay may take: what was lost, over it, is the pause, rounds; at most
 LONGEST."""
-CREDIT = 8.0
-"""What a reply's drafts have gained is held against its later losses up to so much."""
+CREDIT, START = 8.0, 1.0
+"""What a reply's drafts have gained is held against its later losses up to so much; and against those of the next
+reply, which may begin worse than it goes on, up to so much."""
 
 
 class Worth:
     """Whether drafts of one kind pay for their making, with about so many streams.
 
-    What each round's drafts gained or lost adds up. When they have lost a round's time, none are made until the loss
-    is a small part of the rounds; then they may lose half as much again before the next pause. All streams pause and
-    try again together, since a draft for one takes nearly the time of drafts for all, and every stream waits for it.
+    What each round's drafts gained or lost adds up. When they have lost the time of a round and a half, none are made
+    until the loss is a small part of the rounds; then they may lose half a round before the next pause. All streams
+    pause and try again together, since a draft for one takes nearly the time of drafts for all, and every stream waits
+    for it.
     """
 
     def __init__(self):
         self.balance, self.paused, self._made, self._limit = 0.0, 0, 0, LOSS
 
     def begin(self) -> None:
-        """A reply begins: what others have gained is not held against its losses."""
-        self.balance = min(self.balance, 0.0)
+        """A reply begins: what others have gained counts for little."""
+        self.balance = min(self.balance, START)
 
     def rests(self) -> bool:
         """Whether this round goes without; counts it."""
@@ -306,7 +310,8 @@ class Worth:
         """So many drafts, made for one round, gained so much; in rounds without any."""
         self.balance, self._made = min(self.balance + gain, CREDIT), self._made + made
         if self.balance < -self._limit and self._made >= TRIES:
-            self.paused = min(math.ceil(-self.balance / SPEND), LONGEST)
+            lost = -self.balance - (LUCK if self._limit == LOSS else 0.0)
+            self.paused = min(math.ceil(lost / SPEND), LONGEST)
             self.balance, self._made, self._limit = 0.0, 0, AGAIN
 
 

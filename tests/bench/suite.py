@@ -94,6 +94,10 @@ def stages() -> dict[str, list[Command]]:
         "mixers": [module("tests.bench.mixers", "--shapes", "9b", limit=90)],
         "27b": [bench("27b", "--parts", "decode,ttft,again,prefill,drafts", limit=200)],
         "9b-rest": [bench("9b", "--parts", "long", limit=80), bench("9b", "--bits", "4", limit=120)],
+        "within": [
+            module("tests.bench.within", "27b", "--bits", "4", "--seconds", "70", limit=90),
+            module("tests.bench.within", "4b", "--seconds", "50", limit=70),
+        ],
         "tiles-rest": [
             module(tiles, "--only", "dense", "--models", "4b", "--seconds", "60", limit=90),
             module(tiles, "--only", "dense", "--models", "27b", "--seconds", "70", limit=100),

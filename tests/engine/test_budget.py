@@ -184,8 +184,8 @@ def test_what_a_reply_has_gained_is_held_against_its_own_losses_alone():
         while not worth.paused:
             worth.learn(-0.5, 1)
             lost += 0.5
-        assert lost == budget.LOSS + 0.5 + (0 if renewed else budget.CREDIT)
-    assert worth.paused == pytest.approx(1.5 * budget.LOSS / budget.SPEND, abs=1)
+        assert lost == budget.LOSS + 0.5 + (budget.START if renewed else budget.CREDIT)
+    assert worth.paused == pytest.approx((budget.LOSS + 0.5 - budget.LUCK) / budget.SPEND, abs=1)
     for _ in range(budget.TRIES):
         worth.learn(-1e9, 1)  # the machine slept
     assert worth.paused == budget.LONGEST
