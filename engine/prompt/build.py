@@ -10,7 +10,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from PIL import Image
 
 from tfmagic.errors import Refusal
 from tfmagic.protocol import ImageRef, Message, Text
@@ -35,7 +34,7 @@ class Family(Protocol):
     """The placeholder; None: the model reads no images."""
     preprocessor: Preprocessor | None
 
-    def prepare(self, image: Image.Image) -> tuple[torch.Tensor, tuple[int, int, int], int]:
+    def prepare(self, image: np.ndarray) -> tuple[torch.Tensor, tuple[int, int, int], int]:
         """An RGB picture's patches, grid and prompt rows."""
 
     def positions(self, ids: Sequence[int], images: Sequence[PreparedImage]) -> tuple[torch.Tensor, int]:
