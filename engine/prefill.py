@@ -55,10 +55,10 @@ class Rows:
 
 
 def begin(
-    job: Job, model: Any, store: Store, emit: Callable, piece: Callable[[int], str], waited: Callable[[], Any]
+    job: Job, model: Any, store: Store, emit: Callable, piece: Callable[[int], str], decoding: Callable[[], list]
 ) -> Generator[int, None, None]:
     """Everything before the rows, which are then `job.rows`; yields what each piece of work was worth, in rows.
-    `waited`: whether somebody waits meanwhile, so that pieces had better be small."""
+    `decoding`: the streams that decode and wait for every piece."""
     job.ended("queue", time.perf_counter())  # admitted, it may still have waited behind other prompts
     prompt, cache = job.request.prompt, job.request.cache
     kept = store.find(prompt.key) if cache else None
@@ -72,7 +72,7 @@ def begin(
     spared = [image.start + image.tokens <= state.rows for image in prompt.images]
     left, calls = [image for image, spare in zip(prompt.images, spared) if not spare], 0
     while left:
-        together = 1 if waited() or not hasattr(model, "towers") else len(left)
+        together = 1 if decoding() or not hasattr(model, "towers") else len(left)
         some, left, calls = left[:together], left[together:], calls + 1
         rows.features |= encoded(model, some)
         yield sum(image.tokens for image in some)
@@ -82,10 +82,9 @@ def begin(
 
 
 def encoded(model: Any, images: list[Any]) -> dict[int, Any]:
-    """First row -> feature rows of some images, by one run of the tower."""
-    if len(images) == 1:
-        return {images[0].start: model.tower(images[0].patches, images[0].grid)}
-    found = model.towers([image.patches for image in images], [image.grid for image in images])
+    """First row -> feature rows of some images: by one run of the tower where the model can, which changes no bit."""
+    patches, grids = [image.patches for image in images], [image.grid for image in images]
+    found = model.towers(patches, grids) if hasattr(model, "towers") else map(model.tower, patches, grids)
     return {image.start: rows for image, rows in zip(images, found)}
 
 

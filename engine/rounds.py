@@ -66,16 +66,14 @@ class Rounds:
         """What every window gave, and the milliseconds of the pass and of moving the states (None: not told)."""
         streams, model = [stream for _, stream in pairs], self.engine.model
         windows = [draft.window(stream.ids[-1]) for stream, draft in zip(streams, drafts)]
-        began = time.perf_counter()
         told = [stream.state for stream in streams], windows, [stream.draws() for stream in streams]
-        if launch := getattr(model, "launch_round", None):
-            landed = launch(*told)
+        launch = getattr(model, "launch_round", None)
+        if launch is None:
             self.tell()
-            outcomes = landed()
-        else:
-            self.tell()
-            began = time.perf_counter()
-            outcomes = model.round(*told)
+        began = time.perf_counter()
+        landed = partial(model.round, *told) if launch is None else launch(*told)
+        self.tell()  # while the device is busy
+        outcomes = landed()
         whole, commit = since(began), getattr(model, "commit_ms", None)
         return outcomes, (whole - (commit or 0.0), commit)
 

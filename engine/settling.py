@@ -12,7 +12,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from .cache.store import Kept, Store, agree
-from .prefill import restore
+from .prefill import encoded, restore
 from .prompt import Prompt
 
 REPLIES = 16
@@ -56,7 +56,7 @@ class Settling:
             self.from_row = self.state.rows
             self.settled_from = min(self.settled_from, self.from_row)
             images = [image for image in self.reply.prompt.images if image.start + image.tokens > self.from_row]
-            self.features = {image.start: self.model.tower(image.patches, image.grid) for image in images}
+            self.features = encoded(self.model, images) if images else {}
             return True
         low, high, prompt = self.state.rows, self.state.rows + self.model.grain, self.reply.prompt
         self.model.prompt_passes([(self.state, prompt.ids[low:high], self.features, prompt.positions[:, low:high], [])])

@@ -22,4 +22,5 @@ def whole(key: Sequence[int]) -> bytes:
 
 
 def packed(key: Sequence[int]) -> bytes:
+    """Its elements as int64, little-endian."""
     return struct.pack(f"<{len(key)}q", *key)

@@ -41,7 +41,7 @@ def compiled_only(threads: int | None = None) -> Iterator[None]:
 
     compiling = COMPILING.set(True)
     try:
-        with ThreadPoolExecutor(threads or os.cpu_count(), initializer=here()) as pool:
+        with ThreadPoolExecutor(threads or os.cpu_count(), initializer=same_device()) as pool:
             with AsyncCompileMode(pool, ignore_errors=True) as compiled:
                 yield
             kernels = [future.kernel for future in compiled.future_kernels.values()]
@@ -50,8 +50,8 @@ def compiled_only(threads: int | None = None) -> Iterator[None]:
         COMPILING.reset(compiling)
 
 
-def here() -> Callable[[], None] | None:
-    """What makes this thread's device another's."""
+def same_device() -> Callable[[], None] | None:
+    """What another thread calls to work on this thread's device; None where there is no GPU."""
     return partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 

@@ -318,29 +318,31 @@ def kernels(b: Bench, o: argparse.Namespace) -> None:
     """What passes spend on the device, by kernel, and how long they take with everything."""
     model = b.opened._model
 
-    def told_of(what: str, run: Callable[[], object], ms: float) -> None:
+    def told_of(what: str, run: Callable[[], object], *details: str) -> None:
         found = parts(run)
         print(f"  {what}:\n{table(found)}", flush=True)
         dearest = ", ".join(f"{p.name} {p.count:.0f} x {p.us:.0f} us" for p in found[:4])
-        b.row(f"on the device, {what}", f"{total(found):.2f} ms", f"{ms:.2f} with the host", dearest)
+        b.row(f"on the device, {what}", f"{total(found):.2f} ms", *details, dearest)
 
     for streams, rows in ((1, 1), (1, 16), (16, 16), (16, 64)):
         two = partial(model.time_round, streams, rows)
-        told_of(f"two rounds of {several(streams)}, {rows} rows", two, 2 * min(two() for _ in range(5)))
+        whole = 2 * min(two() for _ in range(5))
+        told_of(f"two rounds of {several(streams)}, {rows} rows", two, f"{whole:.2f} with the host")
     for rows in b.within(64, 1024, 4096):
         cold = partial(b.run, b.ids(rows), cache=False, max_tokens=1)
         cold()
-        told_of(f"a prompt of {rows} rows", cold, cold().ttft["total"])
-    with drafted(b, o) as chosen:
-        for streams in STREAMS:
-            told_of(f"drafts for {several(streams)}", chosen.batches[streams].launch, float("nan"))
+        told_of(f"a prompt of {rows} rows", cold, f"{cold().ttft['total']:.2f} with the host")
+    if o.model in SIZES:
+        with drafted(b, o) as chosen:
+            for streams in STREAMS:
+                told_of(f"drafts for {several(streams)}", chosen.batches[streams].launch)
     if model.eyes is not None:
         patches, grid, _ = model.prepare(picture(1024, 0))
         encode = partial(model.tower, patches, grid)
         encode()
         began = time.perf_counter()
         encode()
-        told_of("a picture", encode, 1e3 * (time.perf_counter() - began))
+        told_of("a picture", encode, f"{1e3 * (time.perf_counter() - began):.2f} with the host")
 
 
 def long(b: Bench, o: argparse.Namespace) -> None:

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.bench import checkpoints, suite
+from tests.bench import checkpoints, suite, tiles, within
 from tests.bench.chosen import Chosen
 from tfmagic.engine.checkpoint import Checkpoint
 from tfmagic.engine.drafting.block import Ask
 from tfmagic.engine.drafting.draft import Lattice
+from tfmagic.kernels.gpu.tiles import Tile
 
 TINY = checkpoints.SIZES["tiny"]
 
@@ -76,3 +77,31 @@ def test_the_bench_of_a_gpu_runs_on_a_cpu():
     for what in ("TTFT cold, 1024 tokens", "1024 kept + 128 new", "prefill", "copying", "16 streams, 90 % right"):
         assert any(what in row for row in rows), what
     assert all(row.count("|") == 5 for row in rows) and "OTHER TOKENS" not in done.stdout
+
+
+class Imagined:
+    """Rounds whose time is that of the first place's tiles: less with an early launch, still less with 64 lines."""
+
+    def __init__(self, table):
+        self.table, self.tried = table, 0
+
+    def ms(self, streams: int, rows: int) -> float:
+        self.tried += 1
+        return sum(3.0 - tile.early - (tile.ahead == 64) for (tile, *_) in self.table.values())
+
+
+def test_what_makes_a_round_shorter_stays():
+    plain = Tile("stream", 16, 32, 128)
+    table = {(4096, 4096): (plain,) * 8, (4096, 12288): (plain,) * 8, (9, 9): (plain,) * 8}
+    rounds = Imagined(table)
+    within.tune(rounds, table, [(4096, 4096), (4096, 12288)], 16, float("inf"))
+    for key in ((4096, 4096), (4096, 12288)):
+        assert table[key][0].early and table[key][0].ahead == 64 and table[key][1:] == (plain,) * 7
+    assert table[9, 9] == (plain,) * 8 and rounds.tried > 10
+    within.tune(rounds, table, [(9, 9)], 16, 0.0)  # no time is left
+    assert table[9, 9] == (plain,) * 8
+
+
+def test_a_tile_is_written_as_it_is_read():
+    for tile in (Tile("tall", 128, 256, 64, 8, 3, halves=True), Tile("stream", 8, 64, 128, early=True, ahead=4)):
+        assert eval(tiles.source(tile), {"Tile": Tile}) == tile

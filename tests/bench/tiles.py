@@ -228,16 +228,28 @@ def affine_weights(n: int, k: int) -> list[Affine]:
     return made
 
 
-def written(name: str, table: dict) -> str:
-    lines = [f"    {key}: (" + "".join(f"\n        {tile}," for tile in row) + "\n    )," for key, row in table.items()]
+def written(table: dict) -> str:
+    rows = {key: "".join(f"\n        {source(tile)}," for tile in row) for key, row in table.items()}
+    lines = [f"    {key}: ({row}\n    )," for key, row in rows.items()]
     return "{\n" + "\n".join(lines) + "\n}" if lines else "{}"
+
+
+def source(tile: Tile) -> str:
+    """A tile as it is written: what is as usual is left out."""
+    form, *sizes = tile[:6]
+    more = [f"{name}={getattr(tile, name)}" for name in tile._fields[6:] if getattr(tile, name) != usual(name)]
+    return f'Tile("{form}", {", ".join(map(str, [*sizes, *more]))})'
+
+
+def usual(name: str) -> int | bool:
+    return Tile._field_defaults[name]
 
 
 def rewrite(path: Path, dense: dict, affine: dict) -> None:
     """Put the tables into the source."""
     source = Path(tiles.__file__).read_text()
     for name, table in (("DENSE", dense), ("AFFINE", affine)):
-        body = written(name, table).replace("form=", "").replace("rows=", "").replace("columns=", "")
+        body = written(table)
         pattern = rf"(?ms)^({name}: .*?) = \{{.*?(?=^#)"
         source = re.sub(pattern, lambda m, body=body: f"{m[1]} = {body}\n", source, count=1)
     path.write_text(source)

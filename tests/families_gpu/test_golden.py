@@ -83,7 +83,7 @@ def test_generated_rows_stand_where_the_images_leave_off(tiny, exact, golden):
         state.shift = shift
         rounds(tiny, [Reply(state, place, 7)])
         errors[shift] = float((state.named()["page 0.k"][0, place].float() - key).abs().max())
-    assert 3 * errors[delta] < errors[0]
+    assert 4 * errors[delta] < errors[0]
 
 
 def test_steps_agree_with_chunks_within_rounding(shipped):

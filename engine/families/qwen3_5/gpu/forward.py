@@ -160,6 +160,7 @@ class Forward:
                 into = conv.Inputs(*(part[g] for part in inputs))
                 conv.convolve_tree(m, alpha, b, pool.conv[g], slots, w.conv, space.heads, trees, out=into)
                 to = torch.empty_like(into.v), u[g]
+                # A row alone is walked; one that is not finite ends its stream, whose state then matters no more.
                 o, _ = delta.delta_tree(into, pool.S[g], slots, trees, to, moves=R == 1)
                 o = gated_rms(o.flatten(0, 1), z, w.norm, t.eps)
                 g += 1
