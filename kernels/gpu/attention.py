@@ -166,6 +166,17 @@ def _scales(rows: Rows) -> tuple[Tensor, Tensor]:
     return (rows.k_scale, rows.v_scale) if rows.fp8 else (rows.k, rows.v)
 
 
+def _copies(pages: Rows, tile: int) -> list:
+    """What the copy engine is told: of keys and of values, `tile` rows at once, and of their scales, None with bf16. It
+    has e4m3 numbers two by two, as int16 [rows, d / 2]."""
+    copies = []
+    for x in (pages.k, pages.v):
+        rows = (x.view(torch.int16) if pages.fp8 else x).flatten(0, 2)
+        copies.append(descriptor(rows, tile, rows.shape[1]))
+    scales = (pages.k_scale, pages.v_scale)
+    return copies + [None if x is None else descriptor(x.view(-1, tile), 1, tile) for x in scales]
+
+
 def _check(q: Tensor, *others: Tensor | None) -> None:
     """A kernel is compiled for the alignment it meets, and sums may be ordered by it: it must always be the same."""
     if q.shape[-1] not in (16, 32, *LAUNCH_PROMPT):
@@ -176,8 +187,9 @@ def _check(q: Tensor, *others: Tensor | None) -> None:
 
 
 LAUNCH_PROMPT = {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2), 512: (64, 32, 8, 2)}
-"""Head dimension -> query rows of a program, keys of a tile, warps, stages. The order of a row's sum of weights follows
-from the keys, which are not to be chosen by the call."""
+"""Head dimension -> query rows of a program, keys of a tile, warps, stages; with fp8 a stage more, or a tile would only
+be asked for when the last one is done with. The order of a row's sum of weights follows from the keys, which are not to
+be chosen by the call."""
 LAUNCH_FEW = {256: (64, 64, 4, 2)}
 """Likewise, where as many programs are few: a warp has 16 rows in both, and does the same with them."""
 
@@ -192,27 +204,82 @@ def _launch_prompt(
     if d in LAUNCH_FEW and heads * cdiv(L, LAUNCH_FEW[d][0]) <= processors(q.device):
         block, tile, warps, stages = LAUNCH_FEW[d]
     grid = (heads, cdiv(L, block) + prompts.sequences - 1)
-    copied = (descriptor(x.flatten(0, 2), tile, d) for x in (pages.k, pages.v))
     _prompt[grid](
-        q, pages.k, pages.v, *copied, *_scales(pages), table, prompts.slots, prompts.starts, prompts.lengths, out,
+        q, pages.k, pages.v, *_copies(pages, tile), table, prompts.slots, prompts.starts, prompts.lengths, out,
         scale * math.log2(math.e), prompts.sequences, table.shape[1],
         heads, heads // kv, d, block, tile, PAGE, window, pages.fp8, STREAMS, INTERPRETED,
-        num_warps=warps, num_stages=stages,
+        num_warps=warps, num_stages=stages + pages.fp8,
     )  # fmt: skip
     return out
 
 
 @jit
-def _weigh(q, keys, scales, see, top, total, scale,
+def _wide(x, WIDEN: tl.constexpr):
+    """int16, each two e4m3 numbers -> bf16, exactly: (the lower ones, the upper ones).
+
+    The GPU has an instruction for this, which takes four times as long. Here two numbers at once come into the lower
+    halves of 16 bits each, behind copies of their signs. Four places further up, exponent and mantissa are where bf16
+    has its own, and all but the first copy of the sign is cleared. A product with 2^120 makes good the exponent's bias,
+    and is exact: what is subnormal in e4m3 is so in bf16. NaN, which is never written, becomes 480, so a key behind a
+    sequence's end counts for nothing under a weight of zero.
+
+    A number for two, of 16 bits as the results are, keeps a product of fewer than 64 rows in the order of one of more:
+    of 8 bits, the compiler would have four neighbours in a thread."""
+    if WIDEN:
+        low = (x & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        high = ((x >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        return low.to(tl.bfloat16), high.to(tl.bfloat16)
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c;
+            prmt.b32 a, $2, 0, 0xa280;
+            prmt.b32 b, $2, 0, 0xb391;
+            shl.b32 a, a, 4;
+            shl.b32 b, b, 4;
+            and.b32 a, a, 0x87f087f0;
+            and.b32 b, b, 0x87f087f0;
+            mov.b32 c, 0x7b807b80;
+            mul.rn.bf16x2 $0, a, c;
+            mul.rn.bf16x2 $1, b, c;
+            }""",
+            "=r,=r,r",
+            [x],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@jit
+def _scores(q, odd_q, keys, FP8: tl.constexpr, APART: tl.constexpr, WIDEN: tl.constexpr):
+    """Queries [M, d] by keys [d, n] -> float32 [M, n].
+
+    With FP8, keys are pairs [d / 2, n], and the sum takes all even places of d first, then the odd ones: so pairs come
+    apart without a move. q is in that order; or APART, with two products that sum alike, q and odd_q [M, d / 2] are its
+    halves."""
+    scores = tl.zeros([q.shape[0], keys.shape[1]], tl.float32)
+    if APART:
+        even, odd = _wide(keys, WIDEN)
+        return dot(odd_q, odd, dot(q, even, scores, WIDEN), WIDEN)
+    elif FP8:
+        even, odd = _wide(keys, WIDEN)
+        both = tl.join(even, odd).permute(2, 0, 1).reshape(2 * keys.shape[0], keys.shape[1])
+        return dot(q, both, scores, WIDEN)
+    else:
+        return dot(q, keys, scores, WIDEN)
+
+
+@jit
+def _weigh(scores, scales, see, top, total, scale,
            FP8: tl.constexpr, MASKED: tl.constexpr, BY_DOT: tl.constexpr, WIDEN: tl.constexpr):  # fmt: skip
-    """A tile of keys [d, n] against queries [M, d]: (weights [M, n], what fades the sums so far, top [M], total). A key
-    that a row does not see leaves the row's bits alone. Every multiply and add that could be contracted is written as
-    it is to be done, so the masked and the plain form agree. `top` is in units of unscaled scores.
+    """Scores of a tile [M, n]: (weights [M, n], what fades the sums so far, top [M], total). A key that a row does not
+    see leaves the row's bits alone. Every multiply and add that could be contracted is written as it is to be done, so
+    the masked and the plain form agree. `top` is in units of unscaled scores.
 
     total: [M], or with BY_DOT [M, 16], the sum in each column, taken by a product with ones: that has the same order
     of addition for every M, while the order of `tl.sum` follows from the tile's layout.
     """
-    scores = dot(q, keys, tl.zeros([q.shape[0], keys.shape[1]], tl.float32), WIDEN)
     if FP8:
         scores = scores * scales[None, :]
     if MASKED:
@@ -223,7 +290,7 @@ def _weigh(q, keys, scales, see, top, total, scale,
     weights = tl.exp2(tl.fma(scores, scale, (0.0 - offset)[:, None]))
     fade = tl.exp2((top - level) * scale)
     if BY_DOT:
-        ones = tl.full([keys.shape[1], 16], 1.0, tl.float32).to(tl.bfloat16)
+        ones = tl.full([scores.shape[1], 16], 1.0, tl.float32).to(tl.bfloat16)
         total = dot(weights.to(tl.bfloat16), ones, total * fade[:, None], WIDEN)
     else:
         total = tl.fma(total, fade, tl.sum(weights, 1))
@@ -231,77 +298,70 @@ def _weigh(q, keys, scales, see, top, total, scale,
 
 
 @jit
-def _mix(weights, values, scales, mix, fade, FP8: tl.constexpr, WIDEN: tl.constexpr):
-    """mix [M, d], faded, and the values [n, d] by their weights."""
+def _mix(weights, values, scales, mix, odd_mix, fade, FP8: tl.constexpr, APART: tl.constexpr, WIDEN: tl.constexpr):
+    """mix [M, d], faded, and the values [n, d], with FP8 pairs [n, d / 2], by their weights; then mix has the even
+    places of d first, or APART, mix and odd_mix [M, d / 2] are its halves."""
     if FP8:
         weights = weights * scales[None, :]
-    return dot(weights.to(tl.bfloat16), values, mix * fade[:, None], WIDEN)
+    weights = weights.to(tl.bfloat16)
+    if APART:
+        even, odd = _wide(values, WIDEN)
+        odd_mix = dot(weights, odd, odd_mix * fade[:, None], WIDEN)
+        values = even
+    elif FP8:
+        even, odd = _wide(values, WIDEN)
+        values = tl.join(even, odd).permute(0, 2, 1).reshape(values.shape[0], 2 * values.shape[1])
+    return dot(weights, values, mix * fade[:, None], WIDEN), odd_mix
 
 
 @jit
-def _wide(x, PURE: tl.constexpr, WIDEN: tl.constexpr):
-    """e4m3 as bf16, exactly. Sign, exponent and mantissa are moved to their places in bf16, four numbers at once, and
-    the exponent's bias is made good by a product with 2^120: a fourth of the time of the GPU's own conversion.
-
-    PURE: the compiler may look through it. In a product of fewer than 64 rows it then sees that its numbers were of 8
-    bits and puts four neighbours into a thread, which sums them in another order than a product of more rows does."""
-    if WIDEN:
-        return x.to(tl.bfloat16)
-    else:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, c, d;
-            prmt.b32 a, $2, 0, 0x1404;
-            prmt.b32 b, $2, 0, 0x3424;
-            shr.b32 c, a, 4;
-            shr.b32 d, b, 4;
-            and.b32 c, c, 0x07f007f0;
-            and.b32 d, d, 0x07f007f0;
-            lop3.b32 c, a, 0x80008000, c, 0xea;
-            lop3.b32 d, b, 0x80008000, d, 0xea;
-            mov.b32 a, 0x7b807b80;
-            mul.rn.bf16x2 $0, c, a;
-            mul.rn.bf16x2 $1, d, a;
-            }""",
-            "=r,=r,r",
-            [x.to(tl.int8, bitcast=True)],
-            dtype=tl.bfloat16,
-            is_pure=PURE,
-            pack=4,
-        )
+def _order(D: tl.constexpr, FP8: tl.constexpr):
+    """The places of d in the order in which a product takes them."""
+    i = tl.arange(0, D)
+    return i % (D // 2) * 2 + i // (D // 2) if FP8 else i
 
 
 @jit
-def _tile(x, scales, page, first, limit, head, heads, d: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
-          ACROSS: tl.constexpr, FP8: tl.constexpr, WIDEN: tl.constexpr):  # fmt: skip
-    """Keys or values of the places first, first + 1, ... of one kv head, which lie in `page`, [n, d], or ACROSS [d, n];
-    and their scales. Places from `limit` on read as zero."""
-    row = (page.to(tl.int64) * heads + head) * PAGE + first % PAGE
-    n, i = tl.arange(0, TILE), tl.arange(0, d)
-    there = first + n < limit
-    at = n[None, :] * d + i[:, None] if ACROSS else n[:, None] * d + i[None, :]
-    tile = tl.load(x + row * d + at, mask=there[None, :] if ACROSS else there[:, None], other=0.0)
-    scale = tl.zeros([TILE], tl.float32)
+def _ordered(mix, FP8: tl.constexpr):
+    """mix [M, d] with the places of d where they belong."""
     if FP8:
-        tile = _wide(tile, False, WIDEN)
-        scale = tl.load(scales + row + n, mask=there, other=0.0)
-    return tile, scale
+        mix = mix.reshape(mix.shape[0], 2, mix.shape[1] // 2).permute(0, 2, 1).reshape(mix.shape[0], mix.shape[1])
+    return mix
 
 
 @jit
-def _copied(copy, scales, row, TILE: tl.constexpr, FP8: tl.constexpr, WIDEN: tl.constexpr):
+def _tile(x, copy, copy_scales, page, first, limit, head, heads, d: tl.constexpr, TILE: tl.constexpr,
+          PAGE: tl.constexpr, ACROSS: tl.constexpr, FP8: tl.constexpr):  # fmt: skip
+    """Keys or values of the places first, first + 1, ... of one kv head, which lie in `page`, [n, d], or ACROSS [d, n];
+    and their scales. Places from `limit` on read as zero; with FP8 values' scales do, and keys there hold anything."""
+    n, i = tl.arange(0, TILE), tl.arange(0, d)
+    if FP8:
+        tile, scale = _copied(copy, copy_scales, (page * heads + head) * PAGE + first % PAGE, TILE, FP8)
+        if ACROSS:
+            return tile.T, scale
+        else:
+            return tile, tl.where(first + n < limit, scale, 0.0)
+    else:
+        row = (page.to(tl.int64) * heads + head) * PAGE + first % PAGE
+        there = first + n < limit
+        at = n[None, :] * d + i[:, None] if ACROSS else n[:, None] * d + i[None, :]
+        tile = tl.load(x + row * d + at, mask=there[None, :] if ACROSS else there[:, None], other=0.0)
+        return tile, tl.zeros([TILE], tl.float32)
+
+
+@jit
+def _copied(copy, copy_scales, row, TILE: tl.constexpr, FP8: tl.constexpr):
     """Keys or values [TILE, d] of the pages' rows from `row` on, by the copy engine; and their scales."""
     tile = copy.load([row, 0])
     scale = tl.zeros([TILE], tl.float32)
     if FP8:
-        tile = _wide(tile, True, WIDEN)
-        scale = tl.load(scales + row + tl.arange(0, TILE))
+        scale = copy_scales.load([row // TILE, 0]).reshape(TILE)
     return tile, scale
 
 
 @jit(do_not_specialize=["n", "most"])
 def _prompt(
-    q, k, v, copy_k, copy_v, k_scale, v_scale, table, slots, starts, lengths, out, scale, n, most,
+    q, k, v, copy_k, copy_v, copy_ks, copy_vs, table, slots, starts, lengths, out, scale, n, most,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, FP8: tl.constexpr, MOST: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -319,8 +379,8 @@ def _prompt(
         at = place + m
         there = at < end
         first_row = ((row + tile * BLOCK).to(tl.int64) * HEADS + head) * D
-        spot = m[:, None] * (HEADS * D) + i[None, :]
-        queries = tl.load(q + first_row + spot, mask=there[:, None], other=0.0)
+        spot = m[:, None] * (HEADS * D)
+        queries = tl.load(q + first_row + spot + _order(D, FP8)[None, :], mask=there[:, None], other=0.0)
         mix = tl.zeros([BLOCK, D], tl.float32)
         top = tl.full([BLOCK], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
@@ -334,23 +394,27 @@ def _prompt(
             # A tile ahead by hand: else the copies would wait for it.
             following = tl.load(table + (first + TILE) // PAGE)
             where = (page * KV + kv) * PAGE + first % PAGE
-            keys, ks = _copied(copy_k, k_scale, where, TILE, FP8, WIDEN)
-            weights, fade, top, total = _weigh(queries, keys.T, ks, there, top, total, scale, FP8, False, False, WIDEN)
-            values, vs = _copied(copy_v, v_scale, where, TILE, FP8, WIDEN)
-            mix = _mix(weights, values, vs, mix, fade, FP8, WIDEN)
+            keys, ks = _copied(copy_k, copy_ks, where, TILE, FP8)
+            scores = _scores(queries, queries, keys.T, FP8, False, WIDEN)
+            weights, fade, top, total = _weigh(scores, ks, there, top, total, scale, FP8, False, False, WIDEN)
+            values, vs = _copied(copy_v, copy_vs, where, TILE, FP8)
+            mix, _ = _mix(weights, values, vs, mix, mix, fade, FP8, False, WIDEN)
             page = following
-        # Few and not worth registers that the loop above lacks then.
-        for first in tl.range(whole, tl.minimum(place + BLOCK, end), TILE, num_stages=1 if D <= 256 else 2):
+        # Few and not worth registers that the loop above lacks then; the copy engine takes none.
+        STAGES: tl.constexpr = 3 if FP8 else 1 if D <= 256 else 2
+        for first in tl.range(whole, tl.minimum(place + BLOCK, end), TILE, num_stages=STAGES):
             page = tl.load(table + first // PAGE)
-            keys, ks = _tile(k, k_scale, page, first, end, kv, KV, D, TILE, PAGE, True, FP8, WIDEN)
+            keys, ks = _tile(k, copy_k, copy_ks, page, first, end, kv, KV, D, TILE, PAGE, True, FP8)
+            scores = _scores(queries, queries, keys, FP8, False, WIDEN)
             key = first + tl.arange(0, TILE)
             see = key[None, :] <= at[:, None]
             if WINDOW:
                 see = see & (key[None, :] > at[:, None] - WINDOW)
-            weights, fade, top, total = _weigh(queries, keys, ks, see, top, total, scale, FP8, True, False, WIDEN)
-            values, vs = _tile(v, v_scale, page, first, end, kv, KV, D, TILE, PAGE, False, FP8, WIDEN)
-            mix = _mix(weights, values, vs, mix, fade, FP8, WIDEN)
-        tl.store(out + first_row + spot, (mix / total[:, None]).to(tl.bfloat16), mask=there[:, None])
+            weights, fade, top, total = _weigh(scores, ks, see, top, total, scale, FP8, True, False, WIDEN)
+            values, vs = _tile(v, copy_v, copy_vs, page, first, end, kv, KV, D, TILE, PAGE, False, FP8)
+            mix, _ = _mix(weights, values, vs, mix, mix, fade, FP8, False, WIDEN)
+        mix = _ordered((mix / total[:, None]).to(tl.bfloat16), FP8)
+        tl.store(out + first_row + spot + i[None, :], mix, mask=there[:, None])
 
 
 def _launch_round(
@@ -371,12 +435,13 @@ def _launch_round(
     if S > STREAMS:
         raise ValueError(f"a round has {STREAMS} windows at most, not {S}")
     _check(q, *rows, *pages, out)
-    block = max(power_of_two(R * heads // kv), 16)
-    warps, stages = LAUNCH_BODY[min(block, 128)]
+    block = max(power_of_two(R * heads // kv), 64 if pages.fp8 and d < 32 else 16)  # half of 16 is short for a product
+    warps, stages = (LAUNCH_BODY_FP8 if pages.fp8 else LAUNCH_BODY)[min(block, 128)]
+    copies = _copies(pages, TILE) if pages.fp8 else [None] * 4
     shared = (scale * math.log2(math.e), S, R, table.shape[1], heads, heads // kv, d, PAGE, window, pages.fp8)
     _body[(PROGRAMS * processors(q.device),)](
-        q, pages.k, pages.v, *_scales(pages), table, slots, committed, windows.counts, windows.depths,
-        partials.mix, partials.stats, partials.chunks * R * heads, *shared, block, TILE, ROWS, STREAMS, EARLY,
+        q, pages.k, pages.v, *copies, table, slots, committed, windows.counts, windows.depths, partials.mix,
+        partials.stats, partials.chunks * R * heads, *shared, block, TILE, ROWS, STREAMS, EARLY,
         INTERPRETED, num_warps=warps, num_stages=stages, launch_pdl=EARLY,
     )  # fmt: skip
     _finish[(S * R, heads)](
@@ -390,7 +455,8 @@ def _launch_round(
 PROGRAMS = 2
 """Programs of the body a multiprocessor: each takes chunks until none is left."""
 LAUNCH_BODY = {16: (4, 3), 32: (4, 3), 64: (4, 2), 128: (8, 2)}
-"""Query rows of a program -> warps, stages."""
+LAUNCH_BODY_FP8 = {16: (4, 4), 32: (4, 3), 64: (4, 2), 128: (8, 3)}
+"""Query rows of a program -> warps, stages; with fp8 as many as leave room for PROGRAMS of up to 64 rows."""
 
 
 @jit
@@ -408,7 +474,8 @@ def _chunks(committed, counts, S, R, WINDOW: tl.constexpr, PAGE: tl.constexpr, R
 
 @jit(do_not_specialize=["room", "S", "R", "most"])
 def _body(
-    q, k, v, k_scale, v_scale, table, slots, committed, counts, depths, mixes, stats, room, scale, S, R, most,
+    q, k, v, copy_k, copy_v, copy_ks, copy_vs, table, slots, committed, counts, depths, mixes, stats,
+    room, scale, S, R, most,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     FP8: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr,
     EARLY: tl.constexpr, WIDEN: tl.constexpr,
@@ -422,6 +489,8 @@ def _body(
     upto = tl.cumsum(chunks, 0)
     m, e = tl.arange(0, BLOCK), tl.arange(0, D)
     r, g = m // GROUP, m % GROUP
+    # A product of fewer than 64 rows has its operands in registers: what is unpacked there stays there.
+    APART: tl.constexpr = FP8 and BLOCK < 64
     for item in range(tl.program_id(0), tl.minimum(tl.sum(chunks, 0) * KV, room // (R * GROUP)), tl.num_programs(0)):
         index, head = item // KV, item % KV
         s = tl.sum((upto <= index).to(tl.int32), 0)
@@ -429,22 +498,34 @@ def _body(
         rows = tl.load(committed + s)
         own = table + tl.load(slots + s).to(tl.int64) * most
         at = rows + tl.load(depths + s * R + r, mask=r < R, other=0)
-        spot = ((s * R + r) * HEADS + head * GROUP + g)[:, None] * D + e[None, :]
+        spot = ((s * R + r) * HEADS + head * GROUP + g)[:, None] * D
+        if APART:
+            spot += 2 * tl.arange(0, D // 2)[None, :]
+            odd_queries = tl.load(q + spot + 1, mask=(r < R)[:, None], other=0.0)
+        else:
+            spot += _order(D, FP8)[None, :]
+            odd_queries = 0.0
         queries = tl.load(q + spot, mask=(r < R)[:, None], other=0.0)
-        mix = tl.zeros([BLOCK, D], tl.float32)
+        mix = tl.zeros([BLOCK, queries.shape[1]], tl.float32)
+        odd_mix = mix
         top = tl.full([BLOCK], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK, 16], tl.float32)
         page = tl.load(own + chunk)
         end = tl.minimum((chunk + 1) * PAGE, rows + R - ROWS)
         for first in range(chunk * PAGE, end, TILE):
-            keys, ks = _tile(k, k_scale, page, first, rows, head, KV, D, TILE, PAGE, True, FP8, WIDEN)
+            keys, ks = _tile(k, copy_k, copy_ks, page, first, rows, head, KV, D, TILE, PAGE, True, FP8)
+            scores = _scores(queries, odd_queries, keys, FP8, APART, WIDEN)
             key = first + tl.arange(0, TILE)
             see = key[None, :] <= at[:, None] - ROWS
             if WINDOW:
                 see = see & (key[None, :] > at[:, None] - WINDOW)
-            weights, fade, top, total = _weigh(queries, keys, ks, see, top, total, scale, FP8, True, True, WIDEN)
-            values, vs = _tile(v, v_scale, page, first, rows, head, KV, D, TILE, PAGE, False, FP8, WIDEN)
-            mix = _mix(weights, values, vs, mix, fade, FP8, WIDEN)
+            weights, fade, top, total = _weigh(scores, ks, see, top, total, scale, FP8, True, True, WIDEN)
+            values, vs = _tile(v, copy_v, copy_vs, page, first, rows, head, KV, D, TILE, PAGE, False, FP8)
+            mix, odd_mix = _mix(weights, values, vs, mix, odd_mix, fade, FP8, APART, WIDEN)
+        if APART:
+            mix = tl.interleave(mix, odd_mix)
+        else:
+            mix = _ordered(mix, FP8)
         to = item * (R * GROUP) + m
         tl.store(mixes + to.to(tl.int64)[:, None] * D + e[None, :], mix, mask=(r < R)[:, None])
         tl.store(stats + to, top, mask=r < R)

@@ -105,11 +105,12 @@ def test_a_window_row_is_the_same_alone_in_a_chain_and_in_a_tree(name, window, f
             commit(*layered, held.table, tensor(s), place, tensor(0).view(1, 1), tensor(1))
 
 
-def test_a_graph_serves_every_length():
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_graph_serves_every_length(fp8):
     """Captured once at short contexts, replayed at long ones and with other trees."""
     heads, kv, d = SHAPES["9B"]
     committed = [100, 2000, 0, 5]
-    held, draws = Paged(sequences(committed, kv, d)), Draws(6, DEVICE)
+    held, draws = Paged(sequences(committed, kv, d), fp8), Draws(6, DEVICE)
     q, k, v = draws(4, 8, heads, d), draws(4, 8, kv, d), draws(4, 8, kv, d)
     rows, slots, starts = held.rows(k, v), tensor(0, 1, 2, 3), tensor(0, 0, 0, 0)
     windows = planned([[-1]] * 4, 8, DEVICE)

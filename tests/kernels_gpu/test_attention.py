@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+
 import pytest
 import torch
 
@@ -76,6 +79,55 @@ def test_a_window_row_is_the_same_alone_in_a_chain_and_in_a_tree(fp8, window):
             assert alike(out[0, 0], together[s, row]), (s, row)
             layered = [Rows(*(None if x is None else x[None] for x in y)) for y in (stored, held.pages)]
             commit(*layered, held.table, ints(s), ints(committed[s] + i), ints(0).view(1, 1), ints(1))
+
+
+@pytest.mark.parametrize(("R", "d"), [(4, 32), (8, 32), (8, 16)])
+def test_fp8_rows_few_and_many_agree_with_the_twin(R, d):
+    """Products of 32 and of 64 rows, which take pairs of e4m3 numbers apart each in its own way."""
+    held, draws = Paged(sequences([150], 1, d), True), Draws(5)
+    plan = planned([chain(R)], R)
+    q, rows = draws(1, R, 8, d), held.rows(draws(1, R, 1, d), draws(1, R, 1, d))
+    out = run(held, q, rows, ints(0), ints(150), plan)
+    clean = Rows(*(x.float().nan_to_num().to(x.dtype) for x in held.pages))
+    told = held.table, ints(0), ints(150), plan, d**-0.5, 0
+    said = attention.round_attention_twin(q, rows, clean, *told, torch.empty_like(q))
+    torch.testing.assert_close(out.float(), said.float(), **CLOSE)
+
+
+def did(op, *args):
+    """What a PTX instruction makes of int64 tensors that hold 32 bits."""
+    if op == "mov.b32":
+        return args[0]
+    if op == "shl.b32":
+        return args[0] << args[1] & 0xFFFFFFFF
+    if op == "and.b32":
+        return args[0] & args[1]
+    parts, result = [], torch.zeros(1, dtype=torch.int64)
+    if op == "prmt.b32":
+        for nibble in (int(args[2]) >> 4 * i & 15 for i in range(4)):
+            byte = (args[1] << 32 | args[0]) >> 8 * (nibble & 7) & 255
+            parts.append((byte >> 7) * 255 if nibble & 8 else byte)
+    if op == "mul.rn.bf16x2":
+        for half in (0, 16):
+            x, y = ((arg >> half).to(torch.int16).view(torch.bfloat16) for arg in args)
+            parts.append((x * y).view(torch.int16).long() & 0xFFFF)
+    for i, part in enumerate(parts):
+        result = result | part << i * 32 // len(parts)
+    return result
+
+
+def test_e4m3_numbers_come_apart_exactly():
+    """All pairs of codes through the instructions that a GPU gets, beside torch's conversion."""
+    codes = torch.arange(65536)
+    held = {"$2": codes << 16 | codes.flip(0)}
+    for line in re.findall(r"^ +([a-z][\w.]+ [$a-d].*);$", inspect.getsource(attention._wide.fn), re.M):
+        op, to, *args = line.replace(",", "").split()
+        held[to] = did(op, *(held[x] if x in held else torch.tensor(int(x, 0)) for x in args))
+    for place, pairs in ((0, codes.flip(0)), (16, codes)):
+        for to, code in (("$0", pairs & 255), ("$1", pairs >> 8)):
+            said = code.to(torch.uint8).view(torch.float8_e4m3fn).to(torch.bfloat16)
+            out = (held[to] >> place).to(torch.int16).view(torch.bfloat16)
+            assert alike(torch.where(said.isnan(), 480 - 960 * (code >> 7), said.float()).bfloat16(), out)
 
 
 def test_unused_windows_and_rows_are_zero():
