@@ -27,7 +27,7 @@ CODE = Path(__file__).resolve().parents[1]
 SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h")
 ASIDE = ("embedded", "resident")
 """Folders of the engine in which nothing computes a state."""
-PACKAGES = ("torch", "numpy", "pillow", "triton", "cupy-cuda13x", "cupy-cuda12x")
+PACKAGES = ("torch", "numpy", "pillow", "triton", "cuda-bindings")
 ENVIRONMENT = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "NVIDIA_TF32_OVERRIDE")
 """Variables that choose among kernels of the libraries."""
 

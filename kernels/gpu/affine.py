@@ -4,21 +4,24 @@ A value is rounded once, to bf16, as MLX's own dequantised weights are; its prod
 as `linear` sums those of dense weights. The inputs of a weight with few outputs are cut into `slices` such sums, which
 are then added up in order: so a narrow output still keeps all processors busy.
 
-Two forms give a row the same bits. `_stream` unpacks in registers and reads each weight once as fast as memory gives
-it, for few rows; for many, `_widen` writes bf16 values to memory, a part of the outputs at a time, and `_tall`
-multiplies by them.
+Three forms give a row the same bits. `affine.cu`, in CUDA C++, brings codes straight to registers, for the fewest rows;
+`_stream` unpacks in registers too and reads each weight once, for some rows; for many, `_widen` writes bf16 values to
+memory, a part of the outputs at a time, and `_tall` multiplies by them.
 
 Packed form, made once at load (`pack`, undone by `unpack`). A step is 128 inputs: 4 runs of 32. Unit u of a row, 16
 bits, holds input u of each of 16 / bits runs, the first run lowest; 8 bits have two such halves a step. A mask then
 turns a register of two units into two bf16 numbers q · 2^-133 (denormal ones have the value of their bits, and so have
 the least normal ones), or 16 times that, and one fused multiplication and addition makes two values of them. For its
 sake a scale is stored times 2^117 and a bias times 2^-16, exactly, so that a value comes out times 2^-16, which the
-finished sum makes good. Rows lie in blocks of 16, so that a program streams through memory: units int16
-[N / 16, steps, 16, 8 · bits], words int32 [N / 16, steps, 128 / group, 16], the scale's bf16 bits low, the bias's high.
+finished sum makes good. The 16 pairs of units of a run lie in the order of `PLACES`: a thread hands pairs t, t + 4,
+t + 8 and t + 12 to the tensor cores, and those are 16 bytes then. Rows lie in blocks of 16, so that a program streams
+through memory: units int16 [N / 16, steps, 16, 8 · bits], words int32 [N / 16, steps, 16, 128 / group], the scale's
+bf16 bits low, the bias's high.
 """
 
 from __future__ import annotations
 
+import ctypes
 from copy import copy
 
 import torch
@@ -26,12 +29,13 @@ from torch import Tensor
 
 from tfmagic.errors import Refusal
 
-from . import tiles
+from . import cuda, tiles
 from .common import (
     EARLY,
     INTERPRETED,
     cdiv,
     constexpr_function,
+    copyable,
     descriptor,
     dot,
     fetch,
@@ -40,16 +44,20 @@ from .common import (
     tl,
     wait_for_last,
 )
-from .epilogue import GATED, finish
+from .epilogue import GATED, PLAIN, finish
 
 BLOCK = 16
 """Rows of a weight that are packed together."""
 STEP, RUN = 128, 32
 """Inputs that are packed together, and those of them that lie side by side."""
+PLACES = [4 * (i % 4) + i // 4 for i in range(16)]
+"""Which place of a run the i-th pair of units has, and which pair is at the i-th place."""
 SCALE, BIAS = 2.0**117, 2.0**-16
 """What scales and biases are multiplied by, exactly: scales are below 2048."""
 TURNS = 16
 """Row tiles of a weight whose slices may be added up at one time."""
+THREADS = 256, 384, 512, 640, 768, 1024
+"""What a program of affine.cu may have: the fewer they are, the more registers has each."""
 SCRATCH = 128 << 20
 """Bytes that the bf16 values of a part of a weight take, about."""
 
@@ -103,20 +111,22 @@ def pack(codes: Tensor, scales: Tensor, biases: Tensor, bits: int, group: int) -
     pad = torch.nn.functional.pad
     codes = pad(codes, (0, steps * STEP - K, 0, blocks * BLOCK - N)).view(blocks, BLOCK, steps, -1, planes, RUN)
     shifts = torch.arange(0, 16, bits, device=codes.device, dtype=torch.int32)
-    units = (codes << shifts[:, None]).sum(4, dtype=torch.int32).to(torch.int16).flatten(3)
+    units = (codes << shifts[:, None]).sum(4, dtype=torch.int32).to(torch.int16)
+    units = units.unflatten(4, (16, 2))[..., PLACES, :].flatten(3)
     fill = (0, (steps * STEP - K) // group, 0, blocks * BLOCK - N)
     parts = (scales.float() * SCALE).bfloat16(), (biases.float() * BIAS).bfloat16()
     low, high = (pad(part, fill).view(torch.int16).int() for part in parts)
     words = ((high << 16) | (low & 0xFFFF)).view(blocks, BLOCK, steps, STEP // group)
-    return units.transpose(1, 2).contiguous(), words.permute(0, 2, 3, 1).contiguous()
+    return units.transpose(1, 2).contiguous(), words.transpose(1, 2).contiguous()
 
 
 def unpack(units: Tensor, words: Tensor, n: int, k: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """The inverse of `pack`: codes int32 [n, k], scales and biases bf16 [n, k / group]."""
     shifts = torch.arange(0, 16, bits, device=units.device, dtype=torch.int32)
-    halves = units.transpose(1, 2).int().unflatten(3, (-1, 1, RUN))
+    pairs = units.transpose(1, 2).int().unflatten(3, (-1, 1, 16, 2))
+    halves = pairs[..., PLACES, :].flatten(5)
     codes = ((halves >> shifts[:, None]) & ((1 << bits) - 1)).reshape(len(units) * BLOCK, -1)[:n, :k]
-    flat = words.permute(0, 3, 1, 2).reshape(len(units) * BLOCK, -1)[:n, : k * words.shape[2] // STEP]
+    flat = words.transpose(1, 2).reshape(len(units) * BLOCK, -1)[:n, : k * words.shape[3] // STEP]
     low, high = ((flat << s >> 16).to(torch.int16).view(torch.bfloat16).float() for s in (16, 0))
     return codes, (low / SCALE).bfloat16(), (high / BIAS).bfloat16()
 
@@ -134,8 +144,39 @@ def affine_twin(x: Tensor, w: Affine) -> Tensor:
 
 
 def affine(x: Tensor, w: Affine, what: int, residual: Tensor | None, out: Tensor, tile: tiles.Tile) -> None:
-    """Launch a Triton form."""
+    """Launch a form. Triton does what CUDA C++ cannot do here."""
+    if tile.form in ("direct", "wide"):
+        if what in (PLAIN, GATED) and copyable(x) and cuda.available(x.device):
+            for start in range(0, len(x), tile.rows):
+                some = slice(start, start + tile.rows)
+                _direct(x[some], w, what, None if residual is None else residual[some], out[some], tile)
+            return
+        tile = tiles.affine_rule(w.n, w.bits, w.group, tile.rows)
     (_many if tile.form == "tall" else _few)(x, w, what, residual, out, tile)
+
+
+class Facts(ctypes.Structure):
+    """What affine.cu's kernel takes; its struct of that name says more."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("x", "units", "words", "bias", "residual", "out")],
+        *[(name, ctypes.c_int) for name in ("M", "N", "K", "sx", "so", "sr", "steps", "blocks", "tiles", "slices")],
+        *[(name, ctypes.c_int) for name in ("inner", "gated", "wide", "early")],
+    ]
+
+
+def _direct(x: Tensor, w: Affine, what: int, residual: Tensor | None, out: Tensor, tile: tiles.Tile) -> None:
+    """Raises ValueError for a tile that has no room."""
+    shared, outputs, inner = tiles.room(tile, w.slices), tile.columns // BLOCK, w.slices // tile.parts
+    facts = Facts(
+        *(None if one is None else one.data_ptr() for one in (x, w.units, w.words, w.bias, residual, out)),
+        len(x), w.n, w.k, x.stride(0), out.stride(0), 0 if residual is None else residual.stride(0), w.steps,
+        len(w.units), outputs, w.slices, inner, what == GATED, out.dtype == torch.float32, tile.early,
+    )  # fmt: skip
+    threads, programs = 32 * outputs * inner, cdiv(len(w.units), outputs) * tile.parts
+    defines = {"BITS": w.bits, "GROUP": w.group, "ROWS": tile.rows, "WIDE": int(tile.form == "wide")}
+    defines["THREADS"] = next(most for most in THREADS if most >= threads)
+    cuda.launch("affine", x.device, defines, facts, cuda.Shape(programs, threads, shared, tile.parts, tile.early))
 
 
 def _few(x: Tensor, w: Affine, what: int, residual: Tensor | None, out: Tensor, tile: tiles.Tile) -> None:
@@ -203,15 +244,15 @@ def _stream(
     wait_for_last(EARLY)
     k = tl.arange(0, 32)
     rows = x + m.to(tl.int64)[:, None] * sx + k[None, :]
-    unit = units + (block + inner)[:, None] * UNITS + k[None, :]
-    word = words + (block * GROUPS + inner)[:, None]
+    unit = units + (block + inner)[:, None] * UNITS + _place(k)[None, :]
+    word = words + (block + inner)[:, None] * GROUPS
     acc = tl.zeros([COLUMNS, ROWS], tl.float32)
     for step in range(begin, end):
         for run in tl.static_range(4):
             if run % PLANES == 0:
                 packed = tl.load(unit + step * 16 * UNITS + run // PLANES * 32, eviction_policy="evict_first")
             if run % (4 // GROUPS) == 0:
-                group = tl.load(word + (step * GROUPS + run * GROUPS // 4) * 16)
+                group = tl.load(word + step * 16 * GROUPS + run * GROUPS // 4)
             at = step * 128 + run * 32
             there = (m < M)[:, None] if EVEN else (m < M)[:, None] & (k < K - at)[None, :]
             b = tl.trans(tl.load(rows + at, mask=there, other=0.0))
@@ -292,14 +333,20 @@ def _widen(
     block = (n // 16).to(tl.int64) * steps + step
     for run in tl.static_range(4):
         if run % PLANES == 0:
-            place = (block * 16 + n % 16)[:, None] * UNITS + run // PLANES * 32 + k[None, :]
+            place = (block * 16 + n % 16)[:, None] * UNITS + run // PLANES * 32 + _place(k)[None, :]
             packed = tl.load(units + place, mask=inside, other=0)
         if run % (4 // GROUPS) == 0:
-            place = ((block * GROUPS + run * GROUPS // 4) * 16 + n % 16)[:, None]
+            place = (block * 16 + n % 16)[:, None] * GROUPS + run * GROUPS // 4
             group = tl.load(words + place, mask=inside, other=0)
         at = step * 128 + run * 32 + k[None, :]
         found = _values(packed, group, run % PLANES, BITS, WIDEN)
         tl.store(out + n.to(tl.int64)[:, None] * K + at, found, mask=inside & (at < K))
+
+
+@jit
+def _place(k):
+    """Where the units of inputs k of a run lie, as PLACES says of pairs."""
+    return k // 2 % 4 * 8 + k // 8 * 2 + k % 2
 
 
 @constexpr_function

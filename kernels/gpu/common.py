@@ -78,6 +78,11 @@ def descriptor(x: Tensor, rows: int, columns: int):
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 
+def copyable(x: Tensor) -> bool:
+    """Whether the copy engine takes it: base and rows on multiples of 16 bytes."""
+    return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+
+
 def cdiv(a: int, b: int) -> int:
     """a / b, rounded up."""
     return -(-a // b)

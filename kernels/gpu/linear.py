@@ -19,6 +19,7 @@ from .common import (
     EARLY,
     INTERPRETED,
     cdiv,
+    copyable,
     descriptor,
     dot,
     fetch,
@@ -127,11 +128,6 @@ def fitting(tile: tiles.Tile, wide: int, size: int, adds: bool) -> int:
     one of the residual."""
     left = tiles.SHARED - 1024 - tile.rows * wide * (size + (2 if adds else 0))
     return max(2, min(tile.stages, left // (2 * tile.depth * (tile.rows + tile.columns))))
-
-
-def copyable(x: Tensor) -> bool:
-    """Whether the copy engine takes it: base and rows on multiples of 16 bytes."""
-    return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
 
 
 @jit(do_not_specialize=["M"])

@@ -7,30 +7,37 @@ them within real rounds; both rewrite the tables below. A shape that is not in t
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import NamedTuple
+
+from .common import cdiv
 
 
 class Tile(NamedTuple):
     """How a product is cut up and launched."""
 
     form: str
-    """stream: a program a tile, for few rows; tall: a program a processor, for many."""
+    """stream: a program a tile, for few rows; tall: a program a processor, for many. Of affine weights, in CUDA C++:
+    direct, for the fewest rows; wide, where four warps multiply together."""
     rows: int
     columns: int
     depth: int
-    """Of the inputs, a step."""
+    """Of the inputs, a step. direct, wide: 256, which x is brought by."""
     warps: int = 4
+    """direct, wide: not asked; a program has one for each 16 columns and slice of its inputs."""
     stages: int = 4
-    """Steps whose loads are under way together."""
+    """Steps whose loads are under way together. Not asked by direct and wide."""
     group: int = 8
     """tall: row tiles that share a sweep over the columns."""
     halves: bool = False
     """tall: the result leaves in two halves of the columns."""
     early: bool = False
-    """stream: begins beside the kernel before it."""
+    """Not tall: begins beside the kernel before it."""
     ahead: int = 0
-    """Lines of 128 bytes of each of its weight rows that an `early` program fetches into the L2 cache until that kernel
-    ends; a power of two, or 0."""
+    """stream: lines of 128 bytes of each of its weight rows that an `early` program fetches into the L2 cache until
+    that kernel ends; a power of two, or 0."""
+    parts: int = 1
+    """direct, wide: programs, a cluster, that share out the slices of its inputs."""
 
 
 SHARED = 227 * 1024
@@ -336,29 +343,29 @@ DENSE: dict[tuple[int, int], tuple[Tile, ...]] = {
 # Written by tests/bench/tiles.py: (outputs, inputs, bits, group) -> a tile for each of MOST.
 AFFINE: dict[tuple[int, int, int, int], tuple[Tile, ...]] = {
     (16480, 5120, 4, 64): (
-        Tile("stream", 8, 64, 128, 2, 8, early=True, ahead=4),
-        Tile("stream", 16, 128, 128, 4, 4),
-        Tile("stream", 32, 128, 128, 4, 3, early=True, ahead=4),
-        Tile("stream", 64, 128, 128, 8, 3),
+        Tile("direct", 8, 128, 256, early=True),
+        Tile("direct", 16, 128, 256, early=True),
+        Tile("wide", 32, 128, 256, early=True),
+        Tile("wide", 64, 256, 256, early=True, parts=2),
         Tile("stream", 128, 128, 128, 8, 3),
         Tile("stream", 128, 128, 128, 8, 3),
         Tile("tall", 128, 256, 64, 8, 4),
         Tile("tall", 128, 256, 64, 8, 4),
     ),
     (14336, 5120, 4, 64): (
-        Tile("stream", 8, 128, 128, 4, 6, early=True, ahead=4),
-        Tile("stream", 16, 64, 128, 2, 8, early=True, ahead=4),
-        Tile("stream", 32, 128, 128, 4, 3, early=True, ahead=4),
-        Tile("stream", 64, 128, 128, 8, 3),
+        Tile("direct", 8, 112, 256, early=True),
+        Tile("direct", 16, 112, 256, early=True),
+        Tile("wide", 32, 128, 256, early=True),
+        Tile("wide", 64, 256, 256, early=True, parts=2),
         Tile("stream", 128, 128, 128, 8, 3),
         Tile("stream", 128, 128, 128, 8, 3),
         Tile("tall", 128, 256, 64, 8, 4),
         Tile("tall", 128, 256, 64, 8, 3),
     ),
     (5120, 6144, 4, 64): (
-        Tile("stream", 8, 64, 128, 4, 6, early=True, ahead=4),
-        Tile("stream", 16, 128, 128, 4, 4, early=True, ahead=4),
-        Tile("stream", 32, 64, 128, 4, 6, early=True, ahead=4),
+        Tile("direct", 8, 48, 256, early=True),
+        Tile("direct", 16, 80, 256, early=True, parts=2),
+        Tile("wide", 32, 192, 256, early=True, parts=4),
         Tile("stream", 64, 64, 128, 4, 3, early=True, ahead=4),
         Tile("stream", 128, 64, 128, 4, 3),
         Tile("stream", 128, 128, 128, 8, 3, early=True, ahead=4),
@@ -366,19 +373,19 @@ AFFINE: dict[tuple[int, int, int, int], tuple[Tile, ...]] = {
         Tile("tall", 128, 256, 64, 8, 3),
     ),
     (34816, 5120, 4, 64): (
-        Tile("stream", 8, 64, 128, 2, 3),
-        Tile("stream", 16, 128, 128, 4, 6, early=True, ahead=4),
-        Tile("stream", 32, 128, 128, 4, 4),
-        Tile("stream", 64, 128, 128, 4, 3, early=True, ahead=4),
+        Tile("direct", 8, 272, 256, early=True),
+        Tile("direct", 16, 272, 256, early=True),
+        Tile("wide", 32, 320, 256, early=True),
+        Tile("wide", 64, 320, 256, early=True),
         Tile("stream", 64, 128, 128, 4, 3),
         Tile("stream", 64, 128, 128, 4, 3),
         Tile("stream", 64, 128, 128, 4, 3),
         Tile("tall", 128, 256, 64, 8, 3),
     ),
     (5120, 17408, 4, 64): (
-        Tile("stream", 8, 128, 128, 4, 4, early=True, ahead=4),
-        Tile("stream", 16, 128, 128, 4, 4, early=True, ahead=4),
-        Tile("stream", 32, 64, 128, 4, 6, early=True, ahead=4),
+        Tile("direct", 8, 80, 256, early=True, parts=2),
+        Tile("direct", 16, 80, 256, early=True, parts=2),
+        Tile("wide", 32, 192, 256, early=True, parts=4),
         Tile("stream", 64, 64, 128, 4, 3),
         Tile("stream", 128, 128, 128, 8, 4),
         Tile("stream", 128, 128, 128, 8, 4),
@@ -386,9 +393,9 @@ AFFINE: dict[tuple[int, int, int, int], tuple[Tile, ...]] = {
         Tile("tall", 128, 128, 64, 8, 4),
     ),
     (248320, 5120, 4, 64): (
-        Tile("stream", 8, 128, 128, 4, 5, early=True, ahead=4),
-        Tile("stream", 16, 128, 128, 4, 4, early=True, ahead=4),
-        Tile("stream", 32, 128, 128, 4, 3, early=True, ahead=4),
+        Tile("direct", 8, 272, 256, early=True),
+        Tile("direct", 16, 272, 256, early=True),
+        Tile("wide", 32, 320, 256, early=True),
         Tile("stream", 64, 128, 128, 4, 3, early=True, ahead=4),
         Tile("stream", 128, 128, 128, 8, 5),
         Tile("stream", 128, 128, 128, 8, 5),
@@ -414,7 +421,9 @@ def affine(n: int, k: int, bits: int, group: int, rows: int) -> Tile:
     """The tile of an affine weight [n, k]."""
     place = bucket(rows)
     found = AFFINE.get((n, k, bits, group))
-    return found[place] if found else affine_rule(n, bits, group, MOST[place])
+    if found:
+        return found[place]
+    return direct_rule(n, MOST[place]) or affine_rule(n, bits, group, MOST[place])
 
 
 def dense_rule(n: int, k: int, most: int) -> Tile:
@@ -442,9 +451,37 @@ def slices(n: int) -> int:
     return 8 if n < 8192 else 2 if n < 24576 else 1
 
 
+def room(tile: Tile, slices: int) -> int:
+    """Bytes of shared memory of a direct or wide tile. Raises ValueError for too many, or parts that do not fit."""
+    wide, outputs, inner = tile.form == "wide", tile.columns // 16, slices // tile.parts
+    held = 3 * inner * tile.rows * (2 * tile.depth + (0 if wide else 16))
+    shared = max(held, (slices - 1) * outputs * tile.rows * 64)  # x, and then the slices' sums
+    if slices % tile.parts or outputs * inner > 32 or (wide and outputs % 4) or shared > SHARED:
+        raise ValueError(f"{tile} of {slices} slices has no room")
+    return shared
+
+
+def direct_rule(n: int, most: int) -> Tile | None:
+    """Up to 64 rows: outputs shared out evenly among the processors, a program each where it can be, and of 12 to 24
+    warps; None where nothing has room."""
+    if most > 64:
+        return None
+    found, blocks, count, step = [], cdiv(n, 16), slices(n), 4 if most > 16 else 1
+    for parts in (1, 2, 4, 8):
+        inner, even = max(count // parts, 1), cdiv(blocks * parts, PROCESSORS)
+        outputs = step * max(1, min(cdiv(even, step), 20 // inner // step))
+        form = "wide" if step == 4 else "direct"
+        tile = Tile(form, max(most, 8), 16 * outputs, 256, early=True, parts=parts)
+        with suppress(ValueError):
+            room(tile, count)
+            waves = cdiv(cdiv(blocks, outputs) * parts, PROCESSORS)
+            found.append((waves * outputs * inner, abs(outputs * inner - 18), tile))
+    return min(found)[2] if found else None
+
+
 def affine_rule(n: int, bits: int, group: int, most: int) -> Tile:
-    """Few rows: 128 columns, since the inputs are fetched once for them, and as many steps under way as there is shared
-    memory for, up to seven, with all programs resident at once. A step is 128 inputs."""
+    """Triton's. Few rows: 128 columns, since the inputs are fetched once for them, and as many steps under way as there
+    is shared memory for, up to seven, with all programs resident at once. A step is 128 inputs."""
     if most > 256:
         return Tile("tall", 128, 256, 64, 8, 3)
     rows = min(most, 128)

@@ -78,6 +78,10 @@ def stages() -> dict[str, list[Command]]:
                   "tests/disk/test_gpu.py", "tests/checkpoint/test_reading.py", "tests/gpu/test_kernels.py",
                   limit=240, workers=4),
         ],
+        "sanitizer": [
+            Command([*SANITIZER, "--tool", tool, sys.executable, "-m", "tests.gpu.sanitized"], 60)
+            for tool in ("memcheck", "racecheck")
+        ],
         "tiles": [
             module(tiles, "--only", "dense", "--models", "9b", "--seconds", "90", limit=120),
             module(tiles, "--only", "affine", "--models", "27b", "--seconds", "60", limit=90),
@@ -108,6 +112,7 @@ def stages() -> dict[str, list[Command]]:
     }  # fmt: skip
 
 
+SANITIZER = "compute-sanitizer", "--report-api-errors", "no", "--error-exitcode", "9"
 MACHINE = """
 import os, platform, torch, triton
 print(platform.python_version(), "torch", torch.__version__, "triton", triton.__version__, os.cpu_count(), "processors")

@@ -17,6 +17,7 @@ import functools
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from tfmagic.kernels.gpu.affine import Affine
 from tfmagic.kernels.gpu.compiling import compiled_only
 from tfmagic.kernels.gpu.epilogue import GATED, PLAIN
 from tfmagic.kernels.gpu.linear import Dense
-from tfmagic.kernels.gpu.tiles import MOST, Tile
+from tfmagic.kernels.gpu.tiles import MOST, PROCESSORS, Tile
 
 from .checkpoints import SIZES, Size
 from .gpu import copied
@@ -137,15 +138,15 @@ def dense_candidates(most: int, n: int) -> Iterator[Tile]:
             yield Tile("tall", rows, columns, 64, warps, stages, halves=rows * columns >= 32768)
 
 
-def affine_candidates(most: int) -> Iterator[Tile]:
+def affine_candidates(most: int, n: int) -> Iterator[Tile]:
     if most <= 64:
-        for columns, warps in ((64, 2), (64, 4), (128, 2), (128, 4)) if most <= 32 else ((64, 4), (128, 4), (128, 8)):
-            for stages in (3, 4, 6, 8):
+        yield from direct_candidates(most, n)
+        for columns, warps in ((64, 2), (128, 4)) if most <= 32 else ((64, 4), (128, 4), (128, 8)):
+            for stages in (3, 6):
                 yield Tile("stream", most, columns, 128, warps, stages, early=True)
-        if most > 8:
-            yield Tile("stream", most // 2, 128, 128, 4, 4, early=True)
         return
     if most <= 512:
+        yield from direct_candidates(64, n)
         for rows, columns, warps in ((64, 128, 4), (128, 64, 4), (128, 128, 8)):
             for stages in (3, 4):
                 yield Tile("stream", rows, columns, 128, warps, stages)
@@ -154,6 +155,22 @@ def affine_candidates(most: int) -> Iterator[Tile]:
             (64, 256, 4, 4), (128, 64, 8, 5), (128, 128, 8, 3), (128, 128, 8, 4), (128, 256, 8, 3), (128, 256, 8, 4),
         ):  # fmt: skip
             yield Tile("tall", rows, columns, 64, warps, stages)
+
+
+def direct_candidates(most: int, n: int) -> Iterator[Tile]:
+    """With outputs for every processor to end together, in one wave or several."""
+    blocks, slices = -(-n // 16), tiles.slices(n)
+    for form in ("direct", "wide") if most <= 32 else ("wide",):
+        step = 4 if form == "wide" else 1
+        for parts in (1, 2, 4, 8):
+            even = -(-blocks * parts // PROCESSORS)
+            for outputs in sorted({-(-min(even, 20) // step) * step, 4, 8, 16}):
+                tile = Tile(form, max(most, 8), 16 * outputs, 256, early=True, parts=parts)
+                warps, programs = outputs * slices // parts, -(-blocks // outputs) * parts
+                if 8 <= warps <= 24 and not PROCESSORS < programs < 3 * PROCESSORS:
+                    with suppress(ValueError):
+                        tiles.room(tile, slices)
+                        yield tile
 
 
 def fingerprint(x: torch.Tensor) -> tuple[int, int]:
@@ -206,7 +223,7 @@ def fastest(
     if not brief:
         return None
     seconds, tile = min((took(tile, 0.02), tile) for _, tile in brief)
-    if tile.form == "stream" and len(candidates) > 1:
+    if tile.form != "tall" and len(candidates) > 1:
         other = tile._replace(early=not tile.early)
         seconds, tile = min((seconds, tile), (took(other, 0.02), other))
     return (tile, seconds) if seconds < float("inf") else None
@@ -261,7 +278,7 @@ def plan(kind: str, shape: Shape, rows: list[int], dry: bool) -> dict[int, list[
     for place, most in enumerate(MOST):
         if most in rows and not (shape.few and most > 256) and not (shape.many and most != MOST[-1]):
             use = use_of(kind, shape, most)
-            options = dense_candidates(most, shape.n) if kind == "dense" else affine_candidates(most)
+            options = dense_candidates(most, shape.n) if kind == "dense" else affine_candidates(most, shape.n)
             plans[place] = [use] if dry else [*dict.fromkeys([use, *options])]
     return plans
 

@@ -24,11 +24,12 @@ from tfmagic.kernels.gpu.tiles import MOST, Tile
 
 from .checkpoints import SIZES
 from .gpu import Bench, copied, opened
-from .tiles import FORMAT, rewrite, shapes
+from .tiles import FORMAT, direct_candidates, rewrite, shapes
 
 TIMES, BETTER = 25, 0.003
 """Rounds of which the shortest counts, and milliseconds that a tile must save to be taken."""
-ROUNDS = {16: ((1, 1), (16, 16)), 4: ((1, 1), (1, 16)), 8: ((1, 1), (1, 16))}
+AFFINE_ROUNDS = (1, 1), (1, 16), (16, 32), (16, 64)
+ROUNDS = {16: ((1, 1), (16, 16)), 4: AFFINE_ROUNDS, 8: AFFINE_ROUNDS}
 """Bits -> (streams, rows) of a round for each of the first places of MOST."""
 
 
@@ -43,12 +44,8 @@ def dense_options(use: Tile, n: int) -> Iterator[Tile]:
 
 
 def affine_options(use: Tile, n: int) -> Iterator[Tile]:
-    yield use._replace(early=not use.early, ahead=0)
-    yield use._replace(early=True, ahead=0)
-    yield use._replace(early=True, ahead=8)
-    for columns, warps, stages in ((128, 4, 4), (128, 2, 6), (64, 4, 3), (64, 2, 3), (64, 2, 6)):
-        yield Tile("stream", use.rows, columns, 128, warps, stages, early=True)
-        yield Tile("stream", use.rows, columns, 128, warps, stages)
+    yield use._replace(early=not use.early)
+    yield from direct_candidates(use.rows, n)
 
 
 class Rounds:

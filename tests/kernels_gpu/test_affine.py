@@ -109,6 +109,12 @@ def test_values_are_those_of_dequantised_weights():
         assert torch.equal(found.t(), exact.bfloat16().float())
 
 
+def test_triton_does_what_cuda_cannot_here():
+    w, x = Affine(*stored(64, 256, 4, 64), 4, 64), random(3, 256).bfloat16()
+    for tile in (Tile("direct", 8, 32, 256, parts=2), Tile("wide", 32, 64, 256)):
+        assert torch.equal(run(x, w, tile, dtype=torch.float32), run(x, w, STREAM, dtype=torch.float32))
+
+
 def test_public_functions_take_it():
     w = Affine(*stored(64, 128, 4, 64), 4, 64)
     x = random(3, 128).bfloat16()

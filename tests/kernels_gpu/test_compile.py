@@ -43,7 +43,7 @@ def affine_launches(n: int, k: int, bits: int, group: int, rows: int, tile: Tile
     w.n, w.k, w.bits, w.group, w.bias = n, k, bits, group, None
     w.slices, w.tickets = tiles.slices(n), meta(n, dtype=i32)
     blocks, steps = n // 16, -(-k // 128)
-    w.units, w.words = meta(blocks, steps, 16, 8 * bits, dtype=i16), meta(blocks, steps, 128 // group, 16, dtype=i32)
+    w.units, w.words = meta(blocks, steps, 16, 8 * bits, dtype=i16), meta(blocks, steps, 16, 128 // group, dtype=i32)
     out = meta(rows, n // 2 if what == GATED else n)
     return launches(lambda: affine(meta(rows, k), w, what, None, out, tile), affine_module)
 

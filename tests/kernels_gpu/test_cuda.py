@@ -1,0 +1,115 @@
+"""Kernels in CUDA C++, built for an H200 where there is no GPU; what they say is tested on one (tests/gpu)."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("cuda.bindings")
+
+import torch
+
+from tests.kernels_gpu.offline import dump
+from tfmagic.kernels.gpu import affine, cuda, tiles
+from tfmagic.kernels.gpu.tiles import Tile
+
+
+def built(**defines: int) -> tuple[dict[str, int], str]:
+    """(what a thread takes of registers and of local memory, the machine code) of affine.cu."""
+    code = cuda.compiled("affine", "sm_90a", tuple(defines.items()))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(code)
+        usage, sass = (dump(option, file.name) for option in ("--dump-resource-usage", "--dump-sass"))
+    return {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}, sass
+
+
+def longest_loop(sass: str, op: str) -> list[str]:
+    """The instructions of the shortest loop around the most products."""
+    lines = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+ )?\s*(\S[^;]*);", sass)
+    places, found = {int(at, 16): i for i, (at, _) in enumerate(lines)}, []
+    for i, (_, text) in enumerate(lines):
+        target = re.search(r"^BRA.* 0x([0-9a-f]+)", text)
+        if target and places.get(int(target[1], 16), i) < i:
+            body = [one for _, one in lines[places[int(target[1], 16)] : i + 1]]
+            found.append((-sum(one.startswith(op) for one in body), len(body), body))
+    return min(found)[2]
+
+
+@pytest.mark.parametrize(
+    ("rows", "wide", "threads", "op", "most"),
+    [(8, 0, 768, "HMMA", 280), (16, 0, 640, "HMMA", 310), (32, 1, 640, "HGMMA", 310), (64, 1, 512, "HGMMA", 310)],
+)
+def test_few_rows_keep_up_with_memory(rows, wide, threads, op, most):
+    """A warp's loop, two steps of 16 outputs: memory gives a processor's four quarters such a step each in some 250
+    cycles. Nothing goes by way of memory."""
+    taken, sass = built(BITS=4, GROUP=64, ROWS=rows, WIDE=wide, THREADS=threads)
+    loop = longest_loop(sass, op)
+    assert len(loop) <= most and sum("HFMA2.BF16" in one for one in loop) == 64 and taken["STACK"] == 0
+    assert re.search(r"LDG\.E\S*\.128", sass) and "ACQBULK" in sass
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("bits", "group"), [(bits, group) for bits in (4, 8) for group in (32, 64, 128)])
+def test_every_format_is_built(bits, group):
+    for rows, wide in ((8, 0), (16, 0), (32, 1), (64, 1)):
+        for threads in (512, 768):
+            taken, sass = built(BITS=bits, GROUP=group, ROWS=rows, WIDE=wide, THREADS=threads)
+            assert ("HGMMA" in sass) == bool(wide) and taken["STACK"] <= 300
+
+
+def test_what_a_kernel_takes_is_what_is_given():
+    """Names and order of the struct on both sides."""
+    body = re.search(r"struct Facts \{(.*?)\};", cuda.source("affine").decode(), re.DOTALL)[1]
+    names = [
+        name.strip(" *")
+        for line in re.findall(r"(?:const )?(?:u16|u32|void|int)\*? ([^;]*);", body)
+        for name in line.split(",")
+    ]
+    assert names == [name for name, _ in affine.Facts._fields_]
+
+
+def test_the_compilers_words_are_told():
+    with pytest.raises(cuda.CudaError, match=r"affine.cu does not compile: .*GROUP"):
+        cuda.compiled("affine", "sm_90a", (("BITS", 4),))
+
+
+def test_a_kernel_is_built_once_for_all_who_want_it(monkeypatch):
+    calls = []
+
+    def slow(*key):
+        calls.append(key)
+        if len(calls) == 1:
+            raise cuda.CudaError("not now")
+        return object()
+
+    monkeypatch.setattr(cuda, "BUILT", {})
+    monkeypatch.setattr(cuda, "loaded", slow)
+    with pytest.raises(cuda.CudaError, match="not now"):
+        cuda.kernel("affine", "sm_90a", ())
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: cuda.kernel("affine", "sm_90a", ()), range(8)))
+    assert len(calls) == 2 and len(set(map(id, found))) == 1
+
+
+def test_there_is_none_without_a_gpu():
+    assert not cuda.available(torch.device("cpu"))
+
+
+def test_tiles_have_room():
+    for n in (34816, 5120, 24576, 4096, 2560, 248320, 1024, 64):
+        for most in (8, 16, 32, 64):
+            tile = tiles.direct_rule(n, most)
+            assert tile.rows == most and tiles.room(tile, tiles.slices(n)) <= tiles.SHARED
+        assert tiles.direct_rule(n, 128) is None
+    for (n, *_), row in tiles.AFFINE.items():
+        for tile in row:
+            if tile.form in ("direct", "wide"):
+                tiles.room(tile, tiles.slices(n))
+    for wrong in (Tile("wide", 64, 80, 256), Tile("direct", 16, 64, 256, parts=3), Tile("wide", 64, 320, 256, parts=2)):
+        with pytest.raises(ValueError, match="no room"):
+            tiles.room(wrong, 8)
