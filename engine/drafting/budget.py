@@ -272,9 +272,12 @@ def sort(chance: float) -> int:
     return min(int(chance * SORTS), SORTS - 1)
 
 
-LOSS, AGAIN, TRIES = 1.5, 0.5, 2
+LOSS, AGAIN, TRIES = 1.0, 0.35, 2
 """What drafts may lose before they pause, in rounds without any: at first, and after a pause; and how many of them must
 have been made since, for one alone may be out of luck."""
+DEAR, SURE = 1.5, 4
+"""At first they may lose so much before so many have been made: dear drafts lose a round by a few, which prove little.
+"""
 LUCK = 0.5
 """Of the first loss so much is put down to bad luck, and not made good by the pause."""
 SPEND, LONGEST = 0.008, 512
@@ -288,14 +291,14 @@ reply, which may begin worse than it goes on, up to so much."""
 class Worth:
     """Whether drafts of one kind pay for their making, with about so many streams.
 
-    What each round's drafts gained or lost adds up. When they have lost the time of a round and a half, none are made
-    until the loss is a small part of the rounds; then they may lose half a round before the next pause. All streams
-    pause and try again together, since a draft for one takes nearly the time of drafts for all, and every stream waits
-    for it.
+    What each round's drafts gained or lost adds up. When they have lost the time of a round, none are made until the
+    loss is a small part of the rounds; then they may lose a third of a round before the next pause. All streams pause
+    and try again together, since a draft for one takes nearly the time of drafts for all, and every stream waits for
+    it. Pauses do not grow: replies differ, and the next may be one that drafts are good for.
     """
 
     def __init__(self):
-        self.balance, self.paused, self._made, self._limit = 0.0, 0, 0, LOSS
+        self.balance, self.paused, self._made, self._first = 0.0, 0, 0, True
 
     def begin(self) -> None:
         """A reply begins: what others have gained counts for little."""
@@ -310,9 +313,16 @@ class Worth:
         """So many drafts, made for one round, gained so much; in rounds without any."""
         self.balance, self._made = min(self.balance + gain, CREDIT), self._made + made
         if self.balance < -self._limit and self._made >= TRIES:
-            lost = -self.balance - (LUCK if self._limit == LOSS else 0.0)
+            lost = -self.balance - (LUCK if self._first else 0.0)
             self.paused = min(math.ceil(lost / SPEND), LONGEST)
-            self.balance, self._made, self._limit = 0.0, 0, AGAIN
+            self.balance, self._made, self._first = 0.0, 0, False
+
+    @property
+    def _limit(self) -> float:
+        """What drafts may lose now."""
+        if not self._first:
+            return AGAIN
+        return LOSS if self._made >= SURE else DEAR
 
 
 def gain(accepted: int, kept: int, shared: Share, drafts: list[int], drafting_ms: float) -> float:

@@ -208,6 +208,8 @@ def drafts(b: Bench, o: argparse.Namespace) -> None:
             begun = [b.submit(ids, cache=False, max_tokens=o.tokens) for ids in prompts]
             b.drain()
             serial = tokens_of(begun)
+            for rows in (1, 2, 4, 8, 16):  # every window is captured before it is timed
+                b.opened._model.time_round(streams, streams * rows)
             chosen.known = [ids + own for ids, own in zip(prompts, serial)]
             rates, said, guessed, spent = defaultdict(list), [serial], defaultdict(list), defaultdict(list)
             arms = ["off", *o.rates, *reversed(o.rates), "off"]
@@ -219,7 +221,7 @@ def drafts(b: Bench, o: argparse.Namespace) -> None:
                 rates[arm].append(speed(b, runs)[0])
                 said.append(tokens_of(runs))
                 guessed[arm] += [run.stats for run in runs]
-                spent[arm] += [r for r in runs[0].streams[0].rounds if r.nodes]
+                spent[arm].append(runs[0].streams[0].rounds)
             equal = b.equal(f"drafts, {several(streams)}", *said)
             off = statistics.mean(rates["off"])
             b.row(f"drafts, {several(streams)}, none", f"{off:.1f} tok/s", equal)
@@ -229,16 +231,25 @@ def drafts(b: Bench, o: argparse.Namespace) -> None:
                 b.row(
                     f"drafts, {several(streams)}, {100 * arm:.0f} % right", f"{rate / off:.2f} x serial",
                     f"{rate:.1f} tok/s", f"{statistics.mean(one['tokens_per_round'] for one in stats):.2f} a round",
-                    f"{accepted} of {tried} guesses verified were accepted", *parts_of(spent[arm]), equal,
+                    f"{accepted} of {tried} guesses verified were accepted", *parts_of(spent[arm][-2:]), equal,
                 )  # fmt: skip
 
 
-def parts_of(rounds: list[Round]) -> list[str]:
-    """What rounds that verified drafts spent, medians, in words."""
-    if not rounds:
+def parts_of(runs: list[list[Round]]) -> list[str]:
+    """How many rounds of these runs drafted, whether or not a guess was verified, and what theirs and the others took,
+    in words. A pass much longer than the others was the first of its shape, which is captured then."""
+    rounds = [r for rounds in runs for r in rounds]
+    drafted = [r for r in rounds if r.nodes or r.cut]
+    if not drafted:
         return []
-    draft, verify = (statistics.median(getattr(r, name) for r in rounds) for name in ("draft_ms", "verify_ms"))
-    return [f"where it drafted {draft:.2f} ms for drafts, {verify:.2f} for the pass"]
+    few = f"{len(drafted)} of {len(rounds)} rounds in {len(runs)} runs drafted"
+    draft, verify = (statistics.median(getattr(r, name) for r in drafted) for name in ("draft_ms", "verify_ms"))
+    told = [f"{few}, {sum(r.draft_ms for r in drafted):.1f} ms for drafts in all"]
+    told.append(f"where it drafted {draft:.2f} ms for drafts, {verify:.2f} for the pass")
+    if plain := [r.verify_ms for r in rounds if not (r.nodes or r.cut)]:
+        told.append(f"elsewhere {statistics.median(plain):.2f}")
+    longest = sorted((r.verify_ms for r in rounds), reverse=True)[:4]
+    return [*told, "longest passes " + ", ".join(f"{ms:.1f}" for ms in longest)]
 
 
 def ttft(b: Bench, o: argparse.Namespace) -> None:

@@ -36,14 +36,18 @@ def parts(run: Callable[[], object]) -> list[Part]:
     with tempfile.TemporaryDirectory() as temporary:
         file = Path(temporary) / "trace.json"
         profiler.export_chrome_trace(str(file))
-        events = [e for e in json.loads(file.read_text())["traceEvents"] if e.get("cat") in KINDS]
+        return summed(json.loads(file.read_text())["traceEvents"], TIMES)
+
+
+def summed(events: list[dict], times: int) -> list[Part]:
+    """Of a trace of so many runs."""
     took, end = defaultdict(list), None
-    for event in sorted(events, key=lambda e: e["ts"]):
+    for event in sorted((e for e in events if e.get("cat") in KINDS), key=lambda e: e["ts"]):
         ended = event["ts"] + event["dur"]
         began = event["ts"] if end is None or event["ts"] - end > 200 else end  # a new run
         took[named(event)].append(max(ended - began, 0.0))
         end = ended if end is None else max(ended, end)
-    found = [Part(name, len(us) / TIMES, sum(us) / len(us)) for name, us in took.items()]
+    found = [Part(name, len(us) / times, sum(us) / len(us)) for name, us in took.items()]
     return sorted(found, key=lambda part: -part.count * part.us)
 
 

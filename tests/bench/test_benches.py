@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.bench import checkpoints, suite, tiles, within
+from tests.bench import checkpoints, kernels, suite, tiles, within
 from tests.bench.chosen import Chosen
 from tfmagic.engine.checkpoint import Checkpoint
 from tfmagic.engine.drafting.block import Ask
@@ -105,3 +105,14 @@ def test_what_makes_a_round_shorter_stays():
 def test_a_tile_is_written_as_it_is_read():
     for tile in (Tile("tall", 128, 256, 64, 8, 3, halves=True), Tile("stream", 8, 64, 128, early=True, ahead=4)):
         assert eval(tiles.source(tile), {"Tile": Tile}) == tile
+
+
+def test_a_profile_counts_gaps_and_what_hides_behind_nothing():
+    def event(ts, dur, name, grid=None, cat="kernel"):
+        return {"cat": cat, "ts": ts, "dur": dur, "name": name, "args": {} if grid is None else {"grid": grid}}
+
+    one = [event(0, 10, "product<int>(x)", [8, 1, 1]), event(4, 2, "norm", [1, 1, 1]), event(13, 5, "norm", [1, 1, 1])]
+    again = [event(1000 + e["ts"], e["dur"], e["name"], e["args"]["grid"]) for e in one]
+    found = kernels.summed([event(0, 900, "launch", cat="cpu_op"), *again, *one], 2)
+    assert found == [("product 8", 1, 10), ("norm ", 2, 4)]  # 0 behind the product, and 3 + 5
+    assert kernels.total(found) == 0.018 and "0.018 ms  in all" in kernels.table(found)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tfmagic.engine.drafting.budget import AT_LEAST, LATELY, Curve, share
+from tfmagic.engine.drafting.budget import AT_LEAST, LATELY, SURE, Curve, Worth, share
 from tfmagic.engine.drafting.draft import NOTHING, Draft, Walk
 from tfmagic.engine.drafting.drafting import Drafting, Guesses, Taps
 
@@ -32,6 +32,21 @@ class Padded:
     @staticmethod
     def drafts(asked: int) -> float:
         return float(np.interp(asked, [1, 4, 16], [1.3, 1.6, 2.2]))
+
+
+class Large:
+    """The same with a model of 27B, whose rounds are long and its drafts a sixth of one."""
+
+    windows, block = (1, 2, 4, 8, 16), 8
+
+    @staticmethod
+    def round(streams: int, rows: int) -> float:
+        serial = float(np.interp(streams, [1, 4, 16], [13.7, 14.1, 15.2]))
+        return serial + 0.3 * (rows > streams) + 0.02 * (min(max(rows, 16), 64) - 16) + 0.06 * (max(rows, 64) - 64)
+
+    @staticmethod
+    def drafts(asked: int) -> float:
+        return float(np.interp(asked, [1, 4, 16], [2.3, 2.84, 4.5]))
 
 
 class Summed:
@@ -156,6 +171,30 @@ def test_drafts_that_turn_bad_cost_little_and_those_that_turn_good_are_found(wor
     turning.run(streams, 128, right)
     assert turning.run(streams, 128, 0.0) > 0.97
     assert turning.run(streams, 1000, right) > 0.7 * oracle(device, streams, right)
+
+
+@pytest.mark.parametrize("streams", [1, 4, 16])
+def test_short_replies_lose_little_by_dear_drafts_and_soon_gain_by_good_ones(world, streams):
+    best = oracle(Large, streams, 0.5)
+    assert world(Large).run(streams, 64, 0.0) > 0.98
+    assert world(Large).run(streams, 128, 0.0) > 0.985
+    assert mean(world(Large, seed).run(streams, 128, 0.5) for seed in range(8)) > 0.9 * best
+    turning = world(Large)
+    assert turning.run(streams, 512, 0.0) > 0.99
+    assert turning.run(streams, 256, 0.8) > 0.6 * oracle(Large, streams, 0.8)
+
+
+def test_a_few_dear_drafts_prove_less_than_many_cheap_ones():
+    made = {}
+    for loss in (0.1, 0.4, 0.7):
+        worth, made[loss] = Worth(), 0
+        while not worth.paused:
+            made[loss] += 1
+            worth.learn(-loss, 1)
+    assert made == {0.1: 11, 0.4: SURE, 0.7: 3}  # a round is lost, or with fewer than SURE a round and a half
+    together = Worth()
+    together.learn(-1.1, SURE)
+    assert together.paused
 
 
 def test_a_device_that_is_not_steady(world):
