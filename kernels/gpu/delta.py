@@ -25,8 +25,10 @@ from .packing import CHUNK, ROWS, STREAMS, Prompts, Windows, locate
 
 PART = 16
 """Rows of a diagonal block of T."""
+LANES = 8
+"""Threads among which `delta_tree` divides a column's keys. The order of a step's sums follows from it."""
 STEP_COLUMNS = 16
-"""Value columns of a program of `delta_tree`: one warp holds them. The order of a step's sums follows from it."""
+"""Value columns of a program of `delta_tree`, which is one warp. They change no bit."""
 
 
 def delta_chunks(x: Inputs, states: Tensor, prompts: Prompts) -> tuple[Tensor, Tensor]:
@@ -373,9 +375,9 @@ def _scan(
 
 @jit
 def _step(S, k, u, decay):
-    """S [dk, n] after a row of key k and update u: one rounded product, one fused multiply-add an element. Every way
-    to a state goes through here."""
-    return tl.fma(tl.broadcast_to(k[:, None], S.shape), tl.broadcast_to(u[None, :], S.shape), S * decay)
+    """S after a row of key k and update u, which come in S's dimensions: one rounded product, one fused multiply-add an
+    element. Every way to a state goes through here."""
+    return tl.fma(tl.broadcast_to(k, S.shape), tl.broadcast_to(u, S.shape), S * decay)
 
 
 def _launch_tree(
@@ -386,81 +388,141 @@ def _launch_tree(
     _aligned(*x[:3], states, o, u)
     columns = min(STEP_COLUMNS, dv)
     _tree[(dv // columns, hv, S)](
-        *x, states, o, u, slots, *windows, R, int(moves), hk, hv, dk, dv, columns, ROWS, EARLY,
+        *x, states, o, u, slots, *windows, R, int(moves), hk, hv, dk, dv, columns, LANES, ROWS, EARLY,
         num_warps=1, launch_pdl=EARLY,
     )  # fmt: skip
     return o, u
 
 
 @jit
-def _row(q, k, v, decay, beta, spot, key_head, head, d, e, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr,
-         DV: tl.constexpr):  # fmt: skip
-    """A row's query, key, values at columns e, decay and β; float32."""
-    spot = spot.to(tl.int64)
-    at = (spot * HK + key_head) * DK + d
+def _pairs(k, row, key_head, HK: tl.constexpr, DK: tl.constexpr, LANES: tl.constexpr):
+    """A row's key or query as int32 pairs of bf16 [32 / LANES, LANES, DK / LANES / 2]: once for every thread that needs
+    it, so that each reads its own part from memory, 16 bytes at a time."""
+    PAIRS: tl.constexpr = DK // LANES // 2
+    RUN: tl.constexpr = min(PAIRS, 4)
+    run, i = tl.arange(0, PAIRS // RUN)[None, :, None] * RUN, tl.arange(0, RUN)[None, None, :]
+    at = tl.arange(0, LANES)[:, None, None] * PAIRS + run + i
+    at = tl.broadcast_to(at[None, :, :, :], [32 // LANES, LANES, PAIRS // RUN, RUN])
+    pairs = tl.load(k.to(tl.pointer_type(tl.int32)) + (row * HK + key_head) * (DK // 2) + at)
+    return tl.reshape(pairs, [32 // LANES, LANES, PAIRS])
+
+
+@jit
+def _widened(pairs):
+    """The float32 numbers [..., 2 n] of n pairs of bf16."""
+    low, high = (pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True)
+    return tl.reshape(tl.join(low, high), [pairs.shape[0], pairs.shape[1], 2 * pairs.shape[2]])
+
+
+@jit
+def _row(q, k, v, decay, beta, ancestors, row, key_head, head, e, own, HK: tl.constexpr, HV: tl.constexpr,
+         DK: tl.constexpr, DV: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """A row's query and key in pairs, values at columns e, decay, β, and the row that it follows."""
     return (
-        tl.load(q + at).to(tl.float32),
-        tl.load(k + at).to(tl.float32),
-        tl.load(v + (spot * HV + head) * DV + e).to(tl.float32),
-        tl.load(decay + spot * HV + head),
-        tl.load(beta + spot * HV + head),
+        _pairs(q, row, key_head, HK, DK, LANES),
+        _pairs(k, row, key_head, HK, DK, LANES),
+        tl.load(v + (row * HV + head) * DV + e),
+        tl.load(decay + row * HV + own),
+        tl.load(beta + row * HV + own),
+        tl.load(ancestors + row * ROWS + 1),
     )
+
+
+@jit
+def _touch_updates(u, ancestors, line, r, head, column, HV: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr,
+                   ROWS: tl.constexpr):  # fmt: skip
+    """Reads a word of every 32 bytes of the updates on the path to row r, all at once: one after another they are then
+    found in the first-level cache."""
+    i = tl.arange(0, ROWS)
+    row = tl.load(ancestors + (line + r) * ROWS + i)
+    at = ((line + row) * HV + head)[:, None] * DV + column + tl.arange(0, COLUMNS // 8)[None, :] * 8
+    there = (i > 0) & (row >= 0)
+    _need(tl.max(tl.load(u.to(tl.pointer_type(tl.int32)) + at, mask=there[:, None], other=0), 1))
+
+
+@jit
+def _need(x):
+    """Makes nothing of x [n]: but what nothing depends on is not read."""
+    if tl.max(x, 0) == 1:
+        tl.debug_barrier()
+
+
+@jit
+def _put(to, x, row, head, e, HV: tl.constexpr, DV: tl.constexpr, LANES: tl.constexpr):
+    """x [32 / LANES, columns] to a row's columns e. LANES threads have each number; the first stores it."""
+    at = ((row * HV + head) * DV + e)[:, None, :]
+    shape: tl.constexpr = [x.shape[0], LANES, x.shape[1]]
+    first = tl.broadcast_to(tl.arange(0, LANES)[None, :, None] == 0, shape)
+    tl.store(to + tl.broadcast_to(at, shape), tl.broadcast_to(x[:, None, :], shape), mask=first)
 
 
 @jit(do_not_specialize=["R", "moves"])
 def _tree(
     q, k, v, decay, beta, states, o, u, slots, counts, depths, ancestors, order, R, moves,
-    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-    EARLY: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr,
+    LANES: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program a stream, value head and block of columns, one compiled form for every call. Rows come depth first; one
-    that does not follow the row before it starts from the start state and its path's updates. The next row's inputs are
-    under way while a row is computed."""
+    """A program of one warp a stream, value head and block of columns; how many rows there are does not change its
+    form. Rows come depth first; one that does not follow the row before it starts from the start state and its path's
+    updates.
+
+    A window takes as long as one warp takes for its steps, one after another. So S [32 / LANES, LANES, keys, columns]
+    lies as it is multiplied: a thread has DK / LANES neighbouring keys of a few columns, reads just those of each row
+    and passes nothing on through memory. The next row's inputs are under way before a row is done.
+    """
     take_turn(EARLY)
+    KEYS: tl.constexpr = DK // LANES
+    GROUPS: tl.constexpr = 32 // LANES
+    WIDE: tl.constexpr = COLUMNS // GROUPS
     head, s = tl.program_id(1), tl.program_id(2)
-    key_head = head // (HV // HK)
-    d, e = tl.arange(0, DK), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    at = (tl.load(slots + s).to(tl.int64) * HV + head) * DK * DV + d[:, None] * DV + e[None, :]
+    key_head, line = head // (HV // HK), s * R
+    column, group = tl.program_id(0) * COLUMNS, tl.arange(0, GROUPS)
+    d = tl.arange(0, LANES)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+    e = column + group[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+    own = head + (column + group) // DV  # head, and a thread's own: one number for all would have to be waited for
+    at = states + (tl.load(slots + s).to(tl.int64) * HV + head) * DK * DV
+    at += d[None, :, :, None] * DV + e[:, None, None, :]
     count = tl.load(counts + s)
     for r in range(count, R):
-        to = ((s * R + r).to(tl.int64) * HV + head) * DV + e
-        tl.store(o + to, tl.zeros([COLUMNS], tl.bfloat16))
-        tl.store(u + to, tl.zeros([COLUMNS], tl.float32))
+        _put(o, tl.zeros([GROUPS, WIDE], tl.bfloat16), line + r, head, e, HV, DV, LANES)
+        _put(u, tl.zeros([GROUPS, WIDE], tl.float32), line + r, head, e, HV, DV, LANES)
     if count > 0:
-        S = tl.load(states + at)
+        S = tl.load(at)
         previous = -1
-        r = tl.load(order + s * R)
-        query, key, value, fade, strength = _row(q, k, v, decay, beta, s * R + r, key_head, head, d, e, HK, HV, DK, DV)
+        r = tl.load(order + line)
+        following = tl.load(order + line + tl.minimum(1, count - 1))
+        query, key, value, fade, strength, parent = _row(
+            q, k, v, decay, beta, ancestors, line + r, key_head, head, e, own, HK, HV, DK, DV, LANES, ROWS
+        )
         for i in range(0, count):
-            following = tl.load(order + s * R + tl.minimum(i + 1, count - 1))
-            query2, key2, value2, fade2, strength2 = _row(
-                q, k, v, decay, beta, s * R + following, key_head, head, d, e, HK, HV, DK, DV
-            )
-            parent = tl.load(ancestors + (s * R + r) * ROWS + 1)
             if parent != previous:
-                S = tl.load(states + at)
+                S = tl.load(at)
                 tl.debug_barrier()  # the updates read here were stored by other threads
-                depth = tl.load(depths + s * R + r)
+                _touch_updates(u, ancestors, line, r, head, column, HV, DV, COLUMNS, ROWS)
+                depth = tl.load(depths + line + r)
                 for step in range(0, depth):
-                    past = (s * R + tl.load(ancestors + (s * R + r) * ROWS + depth - step)).to(tl.int64)
+                    past = line + tl.load(ancestors + (line + r) * ROWS + depth - step)
                     S = _step(
                         S,
-                        tl.load(k + (past * HK + key_head) * DK + d).to(tl.float32),
-                        tl.load(u + (past * HV + head) * DV + e),
-                        tl.load(decay + past * HV + head),
+                        _widened(_pairs(k, past, key_head, HK, DK, LANES))[:, :, :, None],
+                        tl.load(u + (past * HV + head) * DV + e)[:, None, None, :],
+                        tl.load(decay + past * HV + own)[:, None, None, None],
                     )
-            seen = tl.sum(S * key[:, None], 0)
-            told = tl.sum(S * query[:, None], 0)
-            update = tl.fma(seen, tl.broadcast_to(0.0 - fade, seen.shape), value) * strength
-            overlap = tl.broadcast_to(tl.sum(key * query, 0), seen.shape)
-            to = ((s * R + r).to(tl.int64) * HV + head) * DV + e
-            tl.store(u + to, update)
-            tl.store(o + to, tl.fma(update, overlap, told * fade).to(tl.bfloat16))
-            S = _step(S, key, update, fade)
+            K, Q, faded = _widened(key), _widened(query), fade[:, None]
+            seen = tl.sum(tl.sum(S * K[:, :, :, None], 2), 1)
+            told = tl.sum(tl.sum(S * Q[:, :, :, None], 2), 1)
+            update = tl.fma(seen, tl.broadcast_to(0.0 - faded, seen.shape), value.to(tl.float32)) * strength[:, None]
+            overlap = tl.broadcast_to(tl.sum(tl.sum(K * Q, 2), 1)[:, None], seen.shape)
+            _put(u, update, line + r, head, e, HV, DV, LANES)
+            _put(o, tl.fma(update, overlap, told * faded).to(tl.bfloat16), line + r, head, e, HV, DV, LANES)
+            S = _step(S, K[:, :, :, None], update[:, None, None, :], faded[:, :, None, None])
+            query, key, value, fade, strength, parent = _row(
+                q, k, v, decay, beta, ancestors, line + following, key_head, head, e, own, HK, HV, DK, DV, LANES, ROWS
+            )
             previous, r = r, following
-            query, key, value, fade, strength = query2, key2, value2, fade2, strength2
+            following = tl.load(order + line + tl.minimum(i + 2, count - 1))
         if moves:
-            tl.store(states + at, S)
+            tl.store(at, S)
 
 
 def _launch_commit(
@@ -493,8 +555,8 @@ def _commit(
             spot = item.to(tl.int64) * R + tl.load(path + s * R + step)
             state = _step(
                 state,
-                tl.load(k + (spot * HK + head // (HV // HK)) * DK + d).to(tl.float32),
-                tl.load(u + (spot * HV + head) * DV + e),
+                tl.load(k + (spot * HK + head // (HV // HK)) * DK + d).to(tl.float32)[:, None],
+                tl.load(u + (spot * HV + head) * DV + e)[None, :],
                 tl.load(decay + spot * HV + head),
             )
         tl.store(at, state)

@@ -78,6 +78,15 @@ def test_windows_agree_with_the_twin():
     assert not o[0, 7].any() and not u[0, 7].any()
 
 
+def test_the_columns_of_a_program_change_no_bit(monkeypatch):
+    x, plan, states = case(2, 8, prompt=False), planned([tree(8, 3), chain(6)], 8), states_of(2)
+    found = []
+    for columns in (16, 8):
+        monkeypatch.setattr(delta, "STEP_COLUMNS", columns)
+        found.append(delta.delta_tree(x, states, ints(1, 0), plan))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_a_window_row_is_the_same_alone_in_a_chain_and_in_a_tree(seed):
     """Paths of a tree as chains, and row by row with commits; and the tree's own commit of that path."""
