@@ -17,12 +17,12 @@ typedef unsigned short u16;
 constexpr int STEP = 128, BLOCK = 16, RUNS = 4;        // inputs packed together; outputs packed together; runs of 32
 constexpr int PLANES = 16 / BITS, CHUNKS = BITS / 4;   // runs in a unit; pieces of 16 bytes of a thread's row and step
 constexpr int GROUPS = STEP / GROUP;
-constexpr int AHEAD = 2;                               // steps of codes under way in registers
-constexpr int PAIR = 2, STAGES = 3;                    // steps of x that are brought together; pairs in shared memory
+constexpr int PAIR = 2, STAGES = 3;                    // steps of x that are brought together; such pairs held, not WIDE
 constexpr int EIGHTS = ROWS / 8;
 constexpr int ROW = PAIR * 2 * STEP + 16;              // bytes of a row of a pair: no two begin in the same banks
 constexpr int ATOM = 128 * ROWS;                       // WIDE: bytes of 64 inputs of all rows, as wgmma reads them
 constexpr int HELD = WIDE ? PAIR * 2 * ATOM : ROWS * ROW, RING = STAGES * HELD;
+constexpr int BARRIERS = WIDE ? 1024 : 0;              // bytes before x: two barriers for each pair that has room
 
 struct Facts {
     const u16* x;         // bf16 [M, K], rows sx apart
@@ -31,7 +31,7 @@ struct Facts {
     const u16* bias;      // bf16 [N], or null
     const u16* residual;  // bf16, rows sr apart, or null
     void* out;            // bf16, or float32 if wide; rows so apart
-    int M, N, K, sx, so, sr, steps, blocks, tiles, slices, inner, gated, wide, early;
+    int M, N, K, sx, so, sr, steps, blocks, tiles, slices, inner, stages, gated, wide, early;
 };
 
 struct Codes {
@@ -95,23 +95,32 @@ __device__ __forceinline__ void take_values(u32 (*a)[4], const Codes& codes, int
 }
 
 #if WIDE
+#define EIGHT(e) "+f"(s[e][0]), "+f"(s[e][1]), "+f"(s[e][2]), "+f"(s[e][3])
+
 // Of 64 outputs by 16 inputs, four warps together; x is the descriptor of the inputs in shared memory.
 __device__ __forceinline__ void add_product(float (&s)[EIGHTS][4], const u32 (&a)[4], unsigned long long x) {
     if constexpr (ROWS == 8)
-        asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;"
-                     : "+f"(s[0][0]), "+f"(s[0][1]), "+f"(s[0][2]), "+f"(s[0][3])
+        asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
+                     "{%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;"
+                     : EIGHT(0)
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
     if constexpr (ROWS == 16)
-        asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
-                     : "+f"(s[0][0]), "+f"(s[0][1]), "+f"(s[0][2]), "+f"(s[0][3]), "+f"(s[1][0]), "+f"(s[1][1]), "+f"(s[1][2]), "+f"(s[1][3])
+        asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+                     "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
+                     : EIGHT(0), EIGHT(1)
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
     if constexpr (ROWS == 32)
-        asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
-                     : "+f"(s[0][0]), "+f"(s[0][1]), "+f"(s[0][2]), "+f"(s[0][3]), "+f"(s[1][0]), "+f"(s[1][1]), "+f"(s[1][2]), "+f"(s[1][3]), "+f"(s[2][0]), "+f"(s[2][1]), "+f"(s[2][2]), "+f"(s[2][3]), "+f"(s[3][0]), "+f"(s[3][1]), "+f"(s[3][2]), "+f"(s[3][3])
+        asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+                     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, "
+                     "%19}, %20, 1, 1, 1, 0;"
+                     : EIGHT(0), EIGHT(1), EIGHT(2), EIGHT(3)
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
     if constexpr (ROWS == 64)
-        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
-                     : "+f"(s[0][0]), "+f"(s[0][1]), "+f"(s[0][2]), "+f"(s[0][3]), "+f"(s[1][0]), "+f"(s[1][1]), "+f"(s[1][2]), "+f"(s[1][3]), "+f"(s[2][0]), "+f"(s[2][1]), "+f"(s[2][2]), "+f"(s[2][3]), "+f"(s[3][0]), "+f"(s[3][1]), "+f"(s[3][2]), "+f"(s[3][3]), "+f"(s[4][0]), "+f"(s[4][1]), "+f"(s[4][2]), "+f"(s[4][3]), "+f"(s[5][0]), "+f"(s[5][1]), "+f"(s[5][2]), "+f"(s[5][3]), "+f"(s[6][0]), "+f"(s[6][1]), "+f"(s[6][2]), "+f"(s[6][3]), "+f"(s[7][0]), "+f"(s[7][1]), "+f"(s[7][2]), "+f"(s[7][3])
+        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+                     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
+                     "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, 1, "
+                     "1, 1, 0;"
+                     : EIGHT(0), EIGHT(1), EIGHT(2), EIGHT(3), EIGHT(4), EIGHT(5), EIGHT(6), EIGHT(7)
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
 }
 
@@ -156,6 +165,17 @@ __device__ __forceinline__ void add_step(float (&sums)[EIGHTS][4], const Codes& 
 }
 #endif
 
+#if WIDE
+__device__ __forceinline__ void prepare(u32 barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void await(u32 barrier, int phase) {
+    asm volatile("{ .reg .pred done; again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; @!done bra again; }"
+                 :: "r"(barrier), "r"(phase) : "memory");
+}
+#endif
+
 // A pair of steps of x: a warp a row, a thread 16 bytes of it. Inputs past the last are zeros.
 __device__ __forceinline__ void bring(const Facts& f, const u16* x, int inputs, u32 to, int tile) {
     const int lane = threadIdx.x % 32;
@@ -191,7 +211,8 @@ __device__ __forceinline__ void put(const Facts& f, int m, int n, float y) {
 
 // Sums are too small by 2^16.
 __device__ __forceinline__ float whole(const Facts& f, float sum, int n) {
-    return sum * 65536.0f + (f.bias && n < f.N ? widened(f.bias[n]) : 0.0f);
+    const float y = sum * 65536.0f;
+    return f.bias && n < f.N ? y + widened(f.bias[n]) : y;
 }
 
 __device__ __forceinline__ void leave(const Facts& f, const float (&sums)[EIGHTS][4], int block, int lane) {
@@ -210,14 +231,6 @@ __device__ __forceinline__ void leave(const Facts& f, const float (&sums)[EIGHTS
             if (n < f.N) put(f, m, n, low);
             if (n + 8 < f.N) put(f, m, n + 8, high);
         }
-}
-
-// Products under way are done, and what this thread brought is there for the tensor cores of others.
-__device__ __forceinline__ void settle() {
-#if WIDE
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#endif
 }
 
 // All threads of a cluster.
@@ -239,7 +252,8 @@ __device__ __forceinline__ void hand_over(u32 here, const float (&sum)[4]) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) affine(const __grid_constant__ Facts f) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const int parts = f.slices / f.inner, part = blockIdx.x % parts;  // programs of a cluster, and which this is
-    const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0), tile = warp % f.tiles, own = warp / f.tiles;
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    const int tile = warp % f.tiles, own = warp / f.tiles;
     const int block = blockIdx.x / parts * f.tiles + tile, slice = part * f.inner + own;
     const int span = (f.steps + f.slices - 1) / f.slices;
     const int begin = slice * span, count = max(min(f.steps - begin, span), 0);
@@ -248,60 +262,91 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) affine(const __grid_con
     const u32* units = f.units + (first * BLOCK + lane / 4) * 4 * BITS + lane % 4 * 4;
     const u32* words = f.words + (first * BLOCK + lane / 4) * GROUPS;
 
+    const u32 base = (u32)__cvta_generic_to_shared(shared);
+#if WIDE
+    const u32 full = base + own * f.stages * 16;  // and behind each, its other one: empty
+    if (threadIdx.x == 0)
+        for (int i = 0; i < f.inner * f.stages; i++)
+            prepare(base + i * 16, f.tiles * 32), prepare(base + i * 16 + 8, f.tiles);
+    __syncthreads();
+#endif
     if (f.early) asm volatile("griddepcontrol.launch_dependents;");
-    Codes codes[AHEAD];
+    Codes codes[PAIR];  // a step in turn, and the next under way
 #pragma unroll
-    for (int d = 0; d < AHEAD; d++)
+    for (int d = 0; d < PAIR; d++)
         if (d < count) fetch(codes[d], units, words, d);
     asm volatile("griddepcontrol.wait;" ::: "memory");
 
-    const u32 ring = (u32)__cvta_generic_to_shared(shared) + own * RING;
     const u16* x = f.x + begin * STEP;
     int inputs = min(f.K - begin * STEP, count * STEP);
     u32 now = 0, later = 0;  // bytes into the ring
+    float sums[EIGHTS][4] = {};
+#if WIDE
+    // Each warp waits for what it needs alone, and so some unpack while others multiply.
+    const u32 ring = base + BARRIERS + own * f.stages * HELD, end = f.stages * HELD;
+    auto bring_next = [&] {
+        if (inputs > 0) bring(f, x, inputs, ring + later, tile);
+        x += PAIR * STEP, inputs -= PAIR * STEP, later = later == end - HELD ? 0 : later + HELD;
+    };
+    int slot = 0, phase = 0, next = 0, next_phase = 0;  // of the pair in turn, and of the next that is brought
+    auto bring_and_tell = [&] {
+        bring_next();
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(full + next * 16) : "memory");
+        if (++next == f.stages) next = 0, next_phase ^= 1;
+    };
+    for (int i = 0; i < f.stages && inputs > 0; i++) bring_and_tell();
+    for (int left = count; left > 0; left -= PAIR) {
+        if (left <= count - 2 * PAIR && inputs > 0) {  // the pair before the last is no more needed
+            await(full + next * 16 + 8, next_phase ^ 1);
+            bring_and_tell();
+        }
+        await(full + slot * 16, phase);
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        add_step(sums, codes[0], ring + now);
+        if (left > 2) fetch(codes[0], units, words, 2);
+        if (left > 1) add_step(sums, codes[1], ring + now + 2 * ATOM);
+        if (left > 3) fetch(codes[1], units, words, 3);
+        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        __syncwarp();
+        if (lane == 0) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(full + slot * 16 + 8) : "memory");
+        if (++slot == f.stages) slot = 0, phase ^= 1;
+        now = now == end - HELD ? 0 : now + HELD;
+        units += PAIR * BLOCK * 4 * BITS, words += PAIR * BLOCK * GROUPS;
+    }
+#else
+    // The warps of a slice go pair by pair together, which needs the least of x: the next kernel's programs have room.
+    const u32 ring = base + own * RING;
     auto bring_next = [&] {
         if (inputs > 0) bring(f, x, inputs, ring + later, tile);
         asm volatile("cp.async.commit_group;");
         x += PAIR * STEP, inputs -= PAIR * STEP, later = later == RING - HELD ? 0 : later + HELD;
     };
 #pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) bring_next();
-#if !WIDE
+    for (int i = 0; i < STAGES - 1; i++) bring_next();
     u32 rows[EIGHTS];
 #pragma unroll
     for (int e = 0; e < EIGHTS; e++) rows[e] = ring + min(8 * e + lane % 8, f.M - 1) * ROW + lane / 8 * 16;
-#endif
-
-    float sums[EIGHTS][4] = {};
-    auto one_step = [&](int d, int left) {  // the d-th of those in registers
-        if (d % PAIR == 0) {
+    auto one_step = [&](int i, int left) {  // of a pair
+        if (i == 0) {
             asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory");
-            settle();
             asm volatile("bar.sync %0, %1;" :: "r"(1 + own), "r"(f.tiles * 32) : "memory");
             bring_next();
         }
-#if WIDE
-        add_step(sums, codes[d], ring + now + d % PAIR * 2 * ATOM);
-#else
-        add_step(sums, codes[d], rows, now + d % PAIR * 2 * STEP);
-#endif
-        if (d % PAIR == PAIR - 1) now = now == RING - HELD ? 0 : now + HELD;
-        if (left > AHEAD) fetch(codes[d], units, words, d + AHEAD);
+        add_step(sums, codes[i], rows, now + i * 2 * STEP);
+        if (i == PAIR - 1) now = now == RING - HELD ? 0 : now + HELD;
+        if (left > PAIR) fetch(codes[i], units, words, i + PAIR);
     };
     int left = count;  // steps
-    for (; left >= AHEAD; left -= AHEAD) {
-#pragma unroll
-        for (int d = 0; d < AHEAD; d++) one_step(d, left - d);
-        units += AHEAD * BLOCK * 4 * BITS, words += AHEAD * BLOCK * GROUPS;
+    for (; left >= PAIR; left -= PAIR) {
+        one_step(0, left), one_step(1, left - 1);
+        units += PAIR * BLOCK * 4 * BITS, words += PAIR * BLOCK * GROUPS;
     }
-#pragma unroll
-    for (int d = 0; d < AHEAD - 1; d++)
-        if (d < left) one_step(d, 0);
-    settle();
+    if (left) one_step(0, 0);
+#endif
 
     if (f.slices > 1) {
-        float4* left = (float4*)shared;  // [slices - 1, tiles, EIGHTS, 32], of the cluster's first program
-        all_wait(parts);                 // nobody reads x any more
+        float4* left = (float4*)(shared + BARRIERS);  // [slices - 1, tiles, EIGHTS, 32], of the cluster's first program
+        all_wait(parts);                              // nobody reads x any more
         if (slice) {
             const u32 here = (u32)__cvta_generic_to_shared(left + ((slice - 1) * f.tiles + tile) * EIGHTS * 32 + lane);
 #pragma unroll

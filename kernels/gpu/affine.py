@@ -161,17 +161,17 @@ class Facts(ctypes.Structure):
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in ("x", "units", "words", "bias", "residual", "out")],
         *[(name, ctypes.c_int) for name in ("M", "N", "K", "sx", "so", "sr", "steps", "blocks", "tiles", "slices")],
-        *[(name, ctypes.c_int) for name in ("inner", "gated", "wide", "early")],
+        *[(name, ctypes.c_int) for name in ("inner", "stages", "gated", "wide", "early")],
     ]
 
 
 def _direct(x: Tensor, w: Affine, what: int, residual: Tensor | None, out: Tensor, tile: tiles.Tile) -> None:
     """Raises ValueError for a tile that has no room."""
-    shared, outputs, inner = tiles.room(tile, w.slices), tile.columns // BLOCK, w.slices // tile.parts
+    (stages, shared), outputs, inner = tiles.room(tile, w.slices), tile.columns // BLOCK, w.slices // tile.parts
     facts = Facts(
         *(None if one is None else one.data_ptr() for one in (x, w.units, w.words, w.bias, residual, out)),
         len(x), w.n, w.k, x.stride(0), out.stride(0), 0 if residual is None else residual.stride(0), w.steps,
-        len(w.units), outputs, w.slices, inner, what == GATED, out.dtype == torch.float32, tile.early,
+        len(w.units), outputs, w.slices, inner, stages, what == GATED, out.dtype == torch.float32, tile.early,
     )  # fmt: skip
     threads, programs = 32 * outputs * inner, cdiv(len(w.units), outputs) * tile.parts
     defines = {"BITS": w.bits, "GROUP": w.group, "ROWS": tile.rows, "WIDE": int(tile.form == "wide")}

@@ -240,7 +240,7 @@ DENSE: dict[tuple[int, int], tuple[Tile, ...]] = {
         Tile("tall", 128, 256, 64, 8, 4, halves=True),
     ),
     (12352, 2560): (
-        Tile("tall", 16, 128, 128, 4, 4),
+        Tile("stream", 16, 32, 128, 2, 6, early=True),
         Tile("tall", 16, 128, 128, 4, 4),
         Tile("tall", 32, 128, 128, 4, 4),
         Tile("tall", 64, 128, 128, 4, 4),
@@ -250,8 +250,8 @@ DENSE: dict[tuple[int, int], tuple[Tile, ...]] = {
         Tile("tall", 128, 256, 64, 8, 3, halves=True),
     ),
     (10240, 2560): (
-        Tile("stream", 16, 16, 128, 2, 6, early=True, ahead=16),
-        Tile("stream", 16, 16, 128, 2, 6, early=True, ahead=16),
+        Tile("stream", 16, 32, 128, 2, 6, early=True),
+        Tile("stream", 16, 16, 128, 2, 6, early=True),
         Tile("tall", 32, 128, 128, 4, 4),
         Tile("tall", 64, 128, 128, 4, 4),
         Tile("tall", 128, 128, 64, 8, 6),
@@ -260,8 +260,8 @@ DENSE: dict[tuple[int, int], tuple[Tile, ...]] = {
         Tile("tall", 128, 256, 64, 8, 4, halves=True),
     ),
     (2560, 4096): (
-        Tile("stream", 16, 16, 256, 2, 5, early=True, ahead=64),
-        Tile("stream", 16, 32, 256, 4, 5, early=True, ahead=16),
+        Tile("stream", 16, 16, 512, 2, 4, early=True, ahead=64),
+        Tile("stream", 16, 16, 512, 2, 4, early=True, ahead=64),
         Tile("stream", 32, 32, 256, 4, 5, early=True, ahead=16),
         Tile("stream", 64, 32, 128, 4, 4, early=True, ahead=16),
         Tile("tall", 128, 64, 64, 4, 8),
@@ -270,8 +270,8 @@ DENSE: dict[tuple[int, int], tuple[Tile, ...]] = {
         Tile("tall", 128, 128, 64, 8, 4),
     ),
     (18432, 2560): (
-        Tile("stream", 16, 16, 128, 2, 6, early=True),
-        Tile("stream", 16, 16, 512, 2, 3, early=True),
+        Tile("stream", 16, 32, 128, 2, 6, early=True),
+        Tile("stream", 16, 32, 128, 2, 6, early=True),
         Tile("stream", 32, 32, 128, 2, 3),
         Tile("stream", 64, 64, 64, 4, 4),
         Tile("tall", 128, 256, 64, 8, 4, halves=True),
@@ -366,9 +366,9 @@ AFFINE: dict[tuple[int, int, int, int], tuple[Tile, ...]] = {
         Tile("direct", 8, 48, 256, early=True),
         Tile("direct", 16, 80, 256, early=True, parts=2),
         Tile("wide", 32, 192, 256, early=True, parts=4),
-        Tile("stream", 64, 64, 128, 4, 3, early=True, ahead=4),
-        Tile("stream", 128, 64, 128, 4, 3),
-        Tile("stream", 128, 128, 128, 8, 3, early=True, ahead=4),
+        Tile("stream", 64, 64, 128, 4, 3, early=True),
+        Tile("stream", 128, 128, 128, 8, 3, early=True),
+        Tile("stream", 64, 128, 128, 4, 3, early=True),
         Tile("tall", 128, 256, 64, 8, 4),
         Tile("tall", 128, 256, 64, 8, 3),
     ),
@@ -377,8 +377,8 @@ AFFINE: dict[tuple[int, int, int, int], tuple[Tile, ...]] = {
         Tile("direct", 16, 272, 256, early=True),
         Tile("wide", 32, 320, 256, early=True),
         Tile("wide", 64, 320, 256, early=True),
-        Tile("stream", 64, 128, 128, 4, 3),
-        Tile("stream", 64, 128, 128, 4, 3),
+        Tile("stream", 128, 64, 128, 4, 3, early=True),
+        Tile("stream", 128, 64, 128, 4, 3),
         Tile("stream", 64, 128, 128, 4, 3),
         Tile("tall", 128, 256, 64, 8, 3),
     ),
@@ -386,15 +386,15 @@ AFFINE: dict[tuple[int, int, int, int], tuple[Tile, ...]] = {
         Tile("direct", 8, 80, 256, early=True, parts=2),
         Tile("direct", 16, 80, 256, early=True, parts=2),
         Tile("wide", 32, 192, 256, early=True, parts=4),
-        Tile("stream", 64, 64, 128, 4, 3),
-        Tile("stream", 128, 128, 128, 8, 4),
-        Tile("stream", 128, 128, 128, 8, 4),
-        Tile("stream", 128, 128, 128, 8, 4),
+        Tile("stream", 64, 64, 128, 4, 3, early=True),
+        Tile("stream", 128, 128, 128, 8, 4, early=True),
+        Tile("stream", 128, 128, 128, 8, 4, early=True),
+        Tile("stream", 128, 128, 128, 8, 4, early=True),
         Tile("tall", 128, 128, 64, 8, 4),
     ),
     (248320, 5120, 4, 64): (
         Tile("direct", 8, 272, 256, early=True),
-        Tile("direct", 16, 272, 256, early=True),
+        Tile("direct", 16, 320, 256, early=True),
         Tile("wide", 32, 320, 256, early=True),
         Tile("stream", 64, 128, 128, 4, 3, early=True, ahead=4),
         Tile("stream", 128, 128, 128, 8, 5),
@@ -451,14 +451,18 @@ def slices(n: int) -> int:
     return 8 if n < 8192 else 2 if n < 24576 else 1
 
 
-def room(tile: Tile, slices: int) -> int:
-    """Bytes of shared memory of a direct or wide tile. Raises ValueError for too many, or parts that do not fit."""
+def room(tile: Tile, slices: int) -> tuple[int, int]:
+    """(pairs of steps of x that a direct or wide tile holds for each slice, its bytes of shared memory). Raises
+    ValueError for too many bytes, or parts that do not fit."""
     wide, outputs, inner = tile.form == "wide", tile.columns // 16, slices // tile.parts
-    held = 3 * inner * tile.rows * (2 * tile.depth + (0 if wide else 16))
-    shared = max(held, (slices - 1) * outputs * tile.rows * 64)  # x, and then the slices' sums
-    if slices % tile.parts or outputs * inner > 32 or (wide and outputs % 4) or shared > SHARED:
+    if slices % tile.parts or outputs * inner > 32 or (wide and outputs % 4):
+        raise ValueError(f"{tile}: {slices} slices do not fit")
+    held, barriers = inner * tile.rows * (2 * tile.depth + (0 if wide else 16)), 1024 * wide
+    stages = min(6, (SHARED - barriers) // held, 64 // inner) if wide else 3
+    shared = barriers + max(stages * held, (slices - 1) * outputs * tile.rows * 64)  # x, and then the slices' sums
+    if shared > SHARED or stages < 3:
         raise ValueError(f"{tile} of {slices} slices has no room")
-    return shared
+    return stages, shared
 
 
 def direct_rule(n: int, most: int) -> Tile | None:

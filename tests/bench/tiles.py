@@ -253,7 +253,7 @@ def written(table: dict) -> str:
 
 def source(tile: Tile) -> str:
     """A tile as it is written: what is as usual is left out."""
-    form, *sizes = tile[:6]
+    form, *sizes = tile[: 4 if tile.form in ("direct", "wide") else 6]
     more = [f"{name}={getattr(tile, name)}" for name in tile._fields[6:] if getattr(tile, name) != usual(name)]
     return f'Tile("{form}", {", ".join(map(str, [*sizes, *more]))})'
 

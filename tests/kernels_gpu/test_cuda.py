@@ -28,29 +28,35 @@ def built(**defines: int) -> tuple[dict[str, int], str]:
     return {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}, sass
 
 
-def longest_loop(sass: str, op: str) -> list[str]:
-    """The instructions of the shortest loop around the most products."""
+def step_loop(sass: str, op: str) -> list[str]:
+    """The instructions of the shortest loop around the products of two steps."""
     lines = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+ )?\s*(\S[^;]*);", sass)
     places, found = {int(at, 16): i for i, (at, _) in enumerate(lines)}, []
     for i, (_, text) in enumerate(lines):
         target = re.search(r"^BRA.* 0x([0-9a-f]+)", text)
         if target and places.get(int(target[1], 16), i) < i:
             body = [one for _, one in lines[places[int(target[1], 16)] : i + 1]]
-            found.append((-sum(one.startswith(op) for one in body), len(body), body))
-    return min(found)[2]
+            if sum(one.startswith(op) for one in body) >= 16:
+                found.append(body)
+    return min(found, key=len)
 
 
 @pytest.mark.parametrize(
     ("rows", "wide", "threads", "op", "most"),
-    [(8, 0, 768, "HMMA", 280), (16, 0, 640, "HMMA", 310), (32, 1, 640, "HGMMA", 310), (64, 1, 512, "HGMMA", 310)],
+    [(8, 0, 768, "HMMA", 280), (16, 0, 640, "HMMA", 310), (32, 1, 640, "HGMMA", 330), (64, 1, 512, "HGMMA", 330)],
 )
 def test_few_rows_keep_up_with_memory(rows, wide, threads, op, most):
     """A warp's loop, two steps of 16 outputs: memory gives a processor's four quarters such a step each in some 250
     cycles. Nothing goes by way of memory."""
-    taken, sass = built(BITS=4, GROUP=64, ROWS=rows, WIDE=wide, THREADS=threads)
-    loop = longest_loop(sass, op)
-    assert len(loop) <= most and sum("HFMA2.BF16" in one for one in loop) == 64 and taken["STACK"] == 0
+    _, sass = built(BITS=4, GROUP=64, ROWS=rows, WIDE=wide, THREADS=threads)
+    loop = step_loop(sass, op)
+    assert len(loop) <= most and sum("HFMA2.BF16" in one for one in loop) == 64
+    assert not [one for one in loop if one.startswith(("LDL", "STL"))]
     assert re.search(r"LDG\.E\S*\.128", sass) and "ACQBULK" in sass
+    if not wide:  # nobody waits for codes with all others behind him, and the next ones are soon asked for
+        place = {one.split()[0].split(".")[0]: i for i, one in reversed([*enumerate(loop)])}
+        last = max(i for i, one in enumerate(loop) if one.startswith("LDG."))
+        assert place["BAR"] < place["HFMA2"] and last < 0.8 * len(loop)
 
 
 @pytest.mark.long
@@ -104,12 +110,12 @@ def test_tiles_have_room():
     for n in (34816, 5120, 24576, 4096, 2560, 248320, 1024, 64):
         for most in (8, 16, 32, 64):
             tile = tiles.direct_rule(n, most)
-            assert tile.rows == most and tiles.room(tile, tiles.slices(n)) <= tiles.SHARED
+            assert tile.rows == most and tiles.room(tile, tiles.slices(n))[1] <= tiles.SHARED
         assert tiles.direct_rule(n, 128) is None
     for (n, *_), row in tiles.AFFINE.items():
         for tile in row:
             if tile.form in ("direct", "wide"):
                 tiles.room(tile, tiles.slices(n))
     for wrong in (Tile("wide", 64, 80, 256), Tile("direct", 16, 64, 256, parts=3), Tile("wide", 64, 320, 256, parts=2)):
-        with pytest.raises(ValueError, match="no room"):
+        with pytest.raises(ValueError, match=r"no room|not fit"):
             tiles.room(wrong, 8)
