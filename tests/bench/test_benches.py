@@ -105,7 +105,8 @@ def test_what_makes_a_round_shorter_stays():
 def test_a_tile_is_written_as_it_is_read():
     direct = Tile("direct", 16, 80, 256, early=True, parts=2)
     assert tiles.source(direct) == 'Tile("direct", 16, 80, 256, early=True, parts=2)'
-    for tile in (Tile("tall", 128, 256, 64, 8, 3, halves=True), Tile("stream", 8, 64, 128, early=True, ahead=4), direct):
+    halves, ahead = Tile("tall", 128, 256, 64, 8, 3, halves=True), Tile("stream", 8, 64, 128, early=True, ahead=4)
+    for tile in (halves, ahead, direct):
         assert eval(tiles.source(tile), {"Tile": Tile}) == tile
 
 

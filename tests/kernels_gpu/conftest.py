@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tfmagic.kernels.gpu.common import INTERPRETED
 
-OUTSIDE = ("test_interpreter", "test_compile")
+OUTSIDE = ("test_interpreter", "test_compile", "test_cuda")
 
 if INTERPRETED:
     from tests.kernels_gpu.mended import mend
