@@ -245,7 +245,10 @@ def parts_of(runs: list[list[Round]]) -> list[str]:
     few = f"{len(drafted)} of {len(rounds)} rounds in {len(runs)} runs drafted"
     draft, verify = (statistics.median(getattr(r, name) for r in drafted) for name in ("draft_ms", "verify_ms"))
     told = [f"{few}, {sum(r.draft_ms for r in drafted):.1f} ms for drafts in all"]
+    names = "planned_ms", "serial_ms"
+    planned, serial = (statistics.median(getattr(r, name) or 0.0 for r in drafted) for name in names)
     told.append(f"where it drafted {draft:.2f} ms for drafts, {verify:.2f} for the pass")
+    told.append(f"{planned:.2f} planned for both, against {serial:.2f}")
     if plain := [r.verify_ms for r in rounds if not (r.nodes or r.cut)]:
         told.append(f"elsewhere {statistics.median(plain):.2f}")
     longest = sorted((r.verify_ms for r in rounds), reverse=True)[:4]
