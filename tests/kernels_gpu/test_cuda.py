@@ -68,6 +68,32 @@ def test_every_format_is_built(bits, group):
             assert ("HGMMA" in sass) == bool(wide) and taken["STACK"] <= 300
 
 
+@pytest.mark.parametrize(("bits", "group"), [(4, 64), (8, 32)])
+def test_where_a_thread_reads_is_what_the_tensor_cores_want_of_it(bits, group):
+    """The addresses of `fetch` and the order of `take_values`, against the fragment of mma.m16n8k16 (PTX ISA, "Matrix
+    fragments for mma.m16n8k16"): thread 4 g + t has rows g and g + 8, inputs 2 t, 2 t + 1 and those 8 behind them."""
+    g = torch.Generator().manual_seed(0)
+    n, k, block, step = 48, 384, 2, 1
+    codes = torch.randint(0, 2**bits, (n, k), generator=g, dtype=torch.int32)
+    scales, biases = (torch.rand(n, k // group, generator=g).bfloat16() for _ in range(2))
+    units, words = affine.pack(codes, scales, biases, bits, group)
+    memory, steps, groups = units.view(torch.int32).flatten(), units.shape[1], 128 // group
+    for lane in range(32):
+        row, t = lane // 4, lane % 4
+        for half in range(2):
+            line = (block * steps + step) * 16 + row + 8 * half
+            own = 16 * block + row + 8 * half
+            biased = (words.flatten()[line * groups :][:groups] >> 16).to(torch.int16).view(torch.bfloat16)
+            assert torch.equal(biased / affine.BIAS, biases[own, step * groups :][:groups])
+            planes = 16 // bits
+            for run in range(4):
+                four = memory[line * 4 * bits + run // planes * 16 + 4 * t :][:4]
+                for i, word in enumerate(four.tolist()):
+                    pair = [(word >> shift + run % planes * bits) & (2**bits - 1) for shift in (0, 16)]
+                    inputs = step * 128 + run * 32 + i // 2 * 16 + i % 2 * 8 + 2 * t
+                    assert pair == codes[own, inputs : inputs + 2].tolist()
+
+
 def test_what_a_kernel_takes_is_what_is_given():
     """Names and order of the struct on both sides."""
     body = re.search(r"struct Facts \{(.*?)\};", cuda.source("affine").decode(), re.DOTALL)[1]
