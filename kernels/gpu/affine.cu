@@ -24,7 +24,7 @@ constexpr int ATOM = 128 * ROWS;                       // WIDE: bytes of 64 inpu
 constexpr int HELD = WIDE ? PAIR * 2 * ATOM : ROWS * ROW, RING = STAGES * HELD;
 constexpr int BARRIERS = WIDE ? 1024 : 0;              // bytes before x: two barriers for each pair that has room
 
-struct Facts {
+struct Params {
     const u16* x;         // bf16 [M, K], rows sx apart
     const u32* units;     // [blocks, steps, 16, 4 · BITS]
     const u32* words;     // [blocks, steps, 16, GROUPS]
@@ -177,12 +177,12 @@ __device__ __forceinline__ void await(u32 barrier, int phase) {
 #endif
 
 // A pair of steps of x: a warp a row, a thread 16 bytes of it. Inputs past the last are zeros.
-__device__ __forceinline__ void bring(const Facts& f, const u16* x, int inputs, u32 to, int tile) {
+__device__ __forceinline__ void bring(const Params& p, const u16* x, int inputs, u32 to, int tile) {
     const int lane = threadIdx.x % 32;
     const bool there = lane * 8 < inputs;
-    for (int row = tile; row < f.M; row += f.tiles) {
+    for (int row = tile; row < p.M; row += p.tiles) {
         const u32 place = WIDE ? lane / 8 * ATOM + row * 128 + (lane % 8 ^ row % 8) * 16 : row * ROW + lane * 16;
-        const u16* from = there ? x + (long long)row * f.sx + lane * 8 : f.x;
+        const u16* from = there ? x + (long long)row * p.sx + lane * 8 : p.x;
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                      :: "r"(to + place), "l"(from), "r"(there ? 16 : 0) : "memory");
     }
@@ -198,38 +198,38 @@ __device__ __forceinline__ float gated(float gate, float up) {
     return quotient * up;
 }
 
-__device__ __forceinline__ void put(const Facts& f, int m, int n, float y) {
-    if (f.residual) y += widened(f.residual[(long long)m * f.sr + n]);
-    if (f.wide) {
-        ((float*)f.out)[(long long)m * f.so + n] = y;
+__device__ __forceinline__ void put(const Params& p, int m, int n, float y) {
+    if (p.residual) y += widened(p.residual[(long long)m * p.sr + n]);
+    if (p.wide) {
+        ((float*)p.out)[(long long)m * p.so + n] = y;
         return;
     }
     u16 rounded;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(rounded) : "f"(y));
-    ((u16*)f.out)[(long long)m * f.so + n] = rounded;
+    ((u16*)p.out)[(long long)m * p.so + n] = rounded;
 }
 
 // Sums are too small by 2^16.
-__device__ __forceinline__ float whole(const Facts& f, float sum, int n) {
+__device__ __forceinline__ float whole(const Params& p, float sum, int n) {
     const float y = sum * 65536.0f;
-    return f.bias && n < f.N ? y + widened(f.bias[n]) : y;
+    return p.bias && n < p.N ? y + widened(p.bias[n]) : y;
 }
 
-__device__ __forceinline__ void leave(const Facts& f, const float (&sums)[EIGHTS][4], int block, int lane) {
+__device__ __forceinline__ void leave(const Params& p, const float (&sums)[EIGHTS][4], int block, int lane) {
     const int n = block * BLOCK + lane / 4;
 #pragma unroll
     for (int e = 0; e < EIGHTS; e++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int m = 8 * e + lane % 4 * 2 + i;
-            if (m >= f.M) continue;
-            const float low = whole(f, sums[e][i], n), high = whole(f, sums[e][i + 2], n + 8);
-            if (f.gated) {
-                if (n + 8 < f.N) put(f, m, block * 8 + lane / 4, gated(low, high));
+            if (m >= p.M) continue;
+            const float low = whole(p, sums[e][i], n), high = whole(p, sums[e][i + 2], n + 8);
+            if (p.gated) {
+                if (n + 8 < p.N) put(p, m, block * 8 + lane / 4, gated(low, high));
                 continue;
             }
-            if (n < f.N) put(f, m, n, low);
-            if (n + 8 < f.N) put(f, m, n + 8, high);
+            if (n < p.N) put(p, m, n, low);
+            if (n + 8 < p.N) put(p, m, n + 8, high);
         }
 }
 
@@ -249,52 +249,52 @@ __device__ __forceinline__ void hand_over(u32 here, const float (&sum)[4]) {
                  :: "r"(there), "f"(sum[0]), "f"(sum[1]), "f"(sum[2]), "f"(sum[3]) : "memory");
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) affine(const __grid_constant__ Facts f) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) affine(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    const int parts = f.slices / f.inner, part = blockIdx.x % parts;  // programs of a cluster, and which this is
+    const int parts = p.slices / p.inner, part = blockIdx.x % parts;  // programs of a cluster, and which this is
     const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    const int tile = warp % f.tiles, own = warp / f.tiles;
-    const int block = blockIdx.x / parts * f.tiles + tile, slice = part * f.inner + own;
-    const int span = (f.steps + f.slices - 1) / f.slices;
-    const int begin = slice * span, count = max(min(f.steps - begin, span), 0);
+    const int tile = warp % p.tiles, own = warp / p.tiles;
+    const int block = blockIdx.x / parts * p.tiles + tile, slice = part * p.inner + own;
+    const int span = (p.steps + p.slices - 1) / p.slices;
+    const int begin = slice * span, count = max(min(p.steps - begin, span), 0);
     // A warp past the last block reads that one again, and stores nothing.
-    const long long first = (long long)min(block, f.blocks - 1) * f.steps + begin;
-    const u32* units = f.units + (first * BLOCK + lane / 4) * 4 * BITS + lane % 4 * 4;
-    const u32* words = f.words + (first * BLOCK + lane / 4) * GROUPS;
+    const long long first = (long long)min(block, p.blocks - 1) * p.steps + begin;
+    const u32* units = p.units + (first * BLOCK + lane / 4) * 4 * BITS + lane % 4 * 4;
+    const u32* words = p.words + (first * BLOCK + lane / 4) * GROUPS;
 
     const u32 base = (u32)__cvta_generic_to_shared(shared);
 #if WIDE
-    const u32 full = base + own * f.stages * 16;  // and behind each, its other one: empty
+    const u32 full = base + own * p.stages * 16;  // and behind each, its other one: empty
     if (threadIdx.x == 0)
-        for (int i = 0; i < f.inner * f.stages; i++)
-            prepare(base + i * 16, f.tiles * 32), prepare(base + i * 16 + 8, f.tiles);
+        for (int i = 0; i < p.inner * p.stages; i++)
+            prepare(base + i * 16, p.tiles * 32), prepare(base + i * 16 + 8, p.tiles);
     __syncthreads();
 #endif
-    if (f.early) asm volatile("griddepcontrol.launch_dependents;");
+    if (p.early) asm volatile("griddepcontrol.launch_dependents;");
     Codes codes[PAIR];  // a step in turn, and the next under way
 #pragma unroll
     for (int d = 0; d < PAIR; d++)
         if (d < count) fetch(codes[d], units, words, d);
     asm volatile("griddepcontrol.wait;" ::: "memory");
 
-    const u16* x = f.x + begin * STEP;
-    int inputs = min(f.K - begin * STEP, count * STEP);
+    const u16* x = p.x + begin * STEP;
+    int inputs = min(p.K - begin * STEP, count * STEP);
     u32 now = 0, later = 0;  // bytes into the ring
     float sums[EIGHTS][4] = {};
 #if WIDE
     // Each warp waits for what it needs alone, and so some unpack while others multiply.
-    const u32 ring = base + BARRIERS + own * f.stages * HELD, end = f.stages * HELD;
+    const u32 ring = base + BARRIERS + own * p.stages * HELD, end = p.stages * HELD;
     auto bring_next = [&] {
-        if (inputs > 0) bring(f, x, inputs, ring + later, tile);
+        if (inputs > 0) bring(p, x, inputs, ring + later, tile);
         x += PAIR * STEP, inputs -= PAIR * STEP, later = later == end - HELD ? 0 : later + HELD;
     };
     int slot = 0, phase = 0, next = 0, next_phase = 0;  // of the pair in turn, and of the next that is brought
     auto bring_and_tell = [&] {
         bring_next();
         asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(full + next * 16) : "memory");
-        if (++next == f.stages) next = 0, next_phase ^= 1;
+        if (++next == p.stages) next = 0, next_phase ^= 1;
     };
-    for (int i = 0; i < f.stages && inputs > 0; i++) bring_and_tell();
+    for (int i = 0; i < p.stages && inputs > 0; i++) bring_and_tell();
     for (int left = count; left > 0; left -= PAIR) {
         if (left <= count - 2 * PAIR && inputs > 0) {  // the pair before the last is no more needed
             await(full + next * 16 + 8, next_phase ^ 1);
@@ -309,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) affine(const __grid_con
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
         __syncwarp();
         if (lane == 0) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(full + slot * 16 + 8) : "memory");
-        if (++slot == f.stages) slot = 0, phase ^= 1;
+        if (++slot == p.stages) slot = 0, phase ^= 1;
         now = now == end - HELD ? 0 : now + HELD;
         units += PAIR * BLOCK * 4 * BITS, words += PAIR * BLOCK * GROUPS;
     }
@@ -317,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) affine(const __grid_con
     // The warps of a slice go pair by pair together, which needs the least of x: the next kernel's programs have room.
     const u32 ring = base + own * RING;
     auto bring_next = [&] {
-        if (inputs > 0) bring(f, x, inputs, ring + later, tile);
+        if (inputs > 0) bring(p, x, inputs, ring + later, tile);
         asm volatile("cp.async.commit_group;");
         x += PAIR * STEP, inputs -= PAIR * STEP, later = later == RING - HELD ? 0 : later + HELD;
     };
@@ -325,11 +325,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) affine(const __grid_con
     for (int i = 0; i < STAGES - 1; i++) bring_next();
     u32 rows[EIGHTS];
 #pragma unroll
-    for (int e = 0; e < EIGHTS; e++) rows[e] = ring + min(8 * e + lane % 8, f.M - 1) * ROW + lane / 8 * 16;
+    for (int e = 0; e < EIGHTS; e++) rows[e] = ring + min(8 * e + lane % 8, p.M - 1) * ROW + lane / 8 * 16;
     auto one_step = [&](int i, int left) {  // of a pair
         if (i == 0) {
             asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory");
-            asm volatile("bar.sync %0, %1;" :: "r"(1 + own), "r"(f.tiles * 32) : "memory");
+            asm volatile("bar.sync %0, %1;" :: "r"(1 + own), "r"(p.tiles * 32) : "memory");
             bring_next();
         }
         add_step(sums, codes[i], rows, now + i * 2 * STEP);
@@ -344,11 +344,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) affine(const __grid_con
     if (left) one_step(0, 0);
 #endif
 
-    if (f.slices > 1) {
+    if (p.slices > 1) {
         float4* left = (float4*)(shared + BARRIERS);  // [slices - 1, tiles, EIGHTS, 32], of the cluster's first program
         all_wait(parts);                              // nobody reads x any more
         if (slice) {
-            const u32 here = (u32)__cvta_generic_to_shared(left + ((slice - 1) * f.tiles + tile) * EIGHTS * 32 + lane);
+            const u32 here = (u32)__cvta_generic_to_shared(left + ((slice - 1) * p.tiles + tile) * EIGHTS * 32 + lane);
 #pragma unroll
             for (int e = 0; e < EIGHTS; e++) hand_over(here + e * 32 * sizeof(float4), sums[e]);
         }
@@ -358,11 +358,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) affine(const __grid_con
         for (int e = 0; e < EIGHTS; e++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) sums[e][i] = 0.0f + sums[e][i];  // as a sum that begins with 0
-            for (int s = 1; s < f.slices; s++) {
-                const float4 more = left[((s - 1) * f.tiles + tile) * EIGHTS * 32 + e * 32 + lane];
+            for (int s = 1; s < p.slices; s++) {
+                const float4 more = left[((s - 1) * p.tiles + tile) * EIGHTS * 32 + e * 32 + lane];
                 sums[e][0] += more.x, sums[e][1] += more.y, sums[e][2] += more.z, sums[e][3] += more.w;
             }
         }
     }
-    if (block < f.blocks) leave(f, sums, block, lane);
+    if (block < p.blocks) leave(p, sums, block, lane);
 }

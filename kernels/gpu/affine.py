@@ -155,8 +155,8 @@ def affine(x: Tensor, w: Affine, what: int, residual: Tensor | None, out: Tensor
     (_many if tile.form == "tall" else _few)(x, w, what, residual, out, tile)
 
 
-class Facts(ctypes.Structure):
-    """What affine.cu's kernel takes; its struct of that name says more."""
+class Params(ctypes.Structure):
+    """What affine.cu's kernel takes; its struct of that name gives shapes and dtypes."""
 
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in ("x", "units", "words", "bias", "residual", "out")],
@@ -166,9 +166,9 @@ class Facts(ctypes.Structure):
 
 
 def _direct(x: Tensor, w: Affine, what: int, residual: Tensor | None, out: Tensor, tile: tiles.Tile) -> None:
-    """Raises ValueError for a tile that has no room."""
+    """x [at most tile.rows, K]. Raises ValueError for a tile that has no room."""
     (stages, shared), outputs, inner = tiles.room(tile, w.slices), tile.columns // BLOCK, w.slices // tile.parts
-    facts = Facts(
+    params = Params(
         *(None if one is None else one.data_ptr() for one in (x, w.units, w.words, w.bias, residual, out)),
         len(x), w.n, w.k, x.stride(0), out.stride(0), 0 if residual is None else residual.stride(0), w.steps,
         len(w.units), outputs, w.slices, inner, stages, what == GATED, out.dtype == torch.float32, tile.early,
@@ -176,7 +176,8 @@ def _direct(x: Tensor, w: Affine, what: int, residual: Tensor | None, out: Tenso
     threads, programs = 32 * outputs * inner, cdiv(len(w.units), outputs) * tile.parts
     defines = {"BITS": w.bits, "GROUP": w.group, "ROWS": tile.rows, "WIDE": int(tile.form == "wide")}
     defines["THREADS"] = next(most for most in THREADS if most >= threads)
-    cuda.launch("affine", x.device, defines, facts, cuda.Shape(programs, threads, shared, tile.parts, tile.early))
+    config = cuda.LaunchConfig(programs, threads, shared, tile.parts, tile.early)
+    cuda.launch("affine", x.device, defines, params, config)
 
 
 def _few(x: Tensor, w: Affine, what: int, residual: Tensor | None, out: Tensor, tile: tiles.Tile) -> None:

@@ -30,8 +30,9 @@ except ImportError:
 OPTIONS = ("--std=c++17", "--fmad=false")
 """What a kernel multiplies and adds in one step, it says: so the bits are those that its source gives."""
 BUILT: dict[tuple, Future] = {}
+"""What `kernel` was asked for: built, or being built."""
 BUILDING = Lock()
-"""Of BUILT."""
+"""Held while BUILT is looked into."""
 
 
 class CudaError(RuntimeError):
@@ -39,7 +40,7 @@ class CudaError(RuntimeError):
 
 
 def checked(answer: tuple):
-    """A call's result. Raises CudaError."""
+    """A binding's answer (status, results...) without the status. Raises CudaError."""
     status, *found = answer
     if status.value:
         raise CudaError(f"{type(status).__name__}: {status.name}")
@@ -58,11 +59,12 @@ def available(device: torch.device) -> bool:
 
 
 def source(name: str) -> bytes:
+    """The text of `name`.cu, UTF-8."""
     return files(__package__).joinpath(f"{name}.cu").read_bytes()
 
 
 def compiled(name: str, architecture: str, defines: tuple[tuple[str, int], ...]) -> bytes:
-    """The machine code of `name`.cu. Raises CudaError with the compiler's words."""
+    """The machine code (cubin) of `name`.cu, for "sm_90a", say. Raises CudaError with the compiler's words."""
     text, options = source(name), [f"--gpu-architecture={architecture}", *OPTIONS, *(f"-D{k}={v}" for k, v in defines)]
     program = checked(nvrtc.nvrtcCreateProgram(text, f"{name}.cu".encode(), 0, [], []))
     try:
@@ -107,12 +109,12 @@ def loaded(name: str, architecture: str, defines: tuple[tuple[str, int], ...]):
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """Of a device, with what only it has."""
+    """"sm_90a" of a Hopper: with what only that generation has."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
-class Shape(NamedTuple):
+class LaunchConfig(NamedTuple):
     """How a kernel is launched."""
 
     programs: int
@@ -125,32 +127,39 @@ class Shape(NamedTuple):
     """It may begin beside the kernel before it: see `wait_for_last` in common."""
 
 
-def launch(name: str, device: torch.device, defines: dict[str, int], facts: ctypes.Structure, shape: Shape) -> None:
-    """Launch a kernel on the current stream. Raises CudaError."""
-    found = kernel(name, architecture(device), tuple(defines.items()))
-    allow_all(found, device)
+def launch(
+    name: str, device: torch.device, defines: dict[str, int], params: ctypes.Structure, config: LaunchConfig
+) -> None:
+    """Launch a kernel on the current stream; within `compiled_only` one of its threads builds it. Raises CudaError."""
+    key = name, architecture(device), tuple(defines.items())
     if COMPILING.get():
+        from triton.runtime._async_compile import active_mode
+
+        active_mode.get().executor.submit(kernel, *key)
         return
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = shape.programs, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = shape.threads, 1, 1
-    config.sharedMemBytes, config.hStream = shape.shared, torch.cuda.current_stream(device).cuda_stream
-    config.attrs = attributes(shape)
-    config.numAttrs = len(config.attrs)
-    pointer = (ctypes.c_void_p * 1)(ctypes.addressof(facts))
-    checked(driver.cuLaunchKernelEx(config, driver.CUfunction(int(found)), ctypes.addressof(pointer), 0))
+    found = kernel(*key)
+    allow_all(found, device)
+    stream, attrs = torch.cuda.current_stream(device).cuda_stream, attributes(config)
+    told = driver.CUlaunchConfig()
+    told.gridDimX, told.gridDimY, told.gridDimZ = config.programs, 1, 1
+    told.blockDimX, told.blockDimY, told.blockDimZ = config.threads, 1, 1
+    told.sharedMemBytes, told.hStream, told.attrs, told.numAttrs = config.shared, stream, attrs, len(attrs)
+    pointer = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+    checked(driver.cuLaunchKernelEx(told, driver.CUfunction(int(found)), ctypes.addressof(pointer), 0))
 
 
-def attributes(shape: Shape) -> list:
+def attributes(config: LaunchConfig) -> list:
+    """What the driver is told besides (CUDA driver API, CUlaunchAttribute)."""
     kinds, found = driver.CUlaunchAttributeID, []
-    if shape.early:
+    if config.early:
         found.append(driver.CUlaunchAttribute())
         found[-1].id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         found[-1].value.programmaticStreamSerializationAllowed = 1
-    if shape.cluster > 1:
+    if config.cluster > 1:
         found.append(driver.CUlaunchAttribute())
         found[-1].id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        found[-1].value.clusterDim.x, found[-1].value.clusterDim.y, found[-1].value.clusterDim.z = shape.cluster, 1, 1
+        cluster = found[-1].value.clusterDim
+        cluster.x, cluster.y, cluster.z = config.cluster, 1, 1
     return found
 
 

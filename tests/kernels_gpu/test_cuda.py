@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 
 from tests.kernels_gpu.offline import dump
 from tfmagic.kernels.gpu import affine, cuda, tiles
+from tfmagic.kernels.gpu.compiling import compiled_only
 from tfmagic.kernels.gpu.tiles import Tile
 
 
@@ -96,13 +98,13 @@ def test_where_a_thread_reads_is_what_the_tensor_cores_want_of_it(bits, group):
 
 def test_what_a_kernel_takes_is_what_is_given():
     """Names and order of the struct on both sides."""
-    body = re.search(r"struct Facts \{(.*?)\};", cuda.source("affine").decode(), re.DOTALL)[1]
+    body = re.search(r"struct Params \{(.*?)\};", cuda.source("affine").decode(), re.DOTALL)[1]
     names = [
         name.strip(" *")
         for line in re.findall(r"(?:const )?(?:u16|u32|void|int)\*? ([^;]*);", body)
         for name in line.split(",")
     ]
-    assert names == [name for name, _ in affine.Facts._fields_]
+    assert names == [name for name, _ in affine.Params._fields_]
 
 
 def test_the_compilers_words_are_told():
@@ -126,6 +128,24 @@ def test_a_kernel_is_built_once_for_all_who_want_it(monkeypatch):
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: cuda.kernel("affine", "sm_90a", ()), range(8)))
     assert len(calls) == 2 and len(set(map(id, found))) == 1
+
+
+def test_the_warm_up_builds_in_its_threads_and_launches_nothing(monkeypatch):
+    threads, wanted = [], threading.Barrier(2)
+
+    def slow(*key):
+        threads.append(threading.current_thread())
+        wanted.wait(30)  # two at once, or the warm-up would build one after another
+        return object()
+
+    monkeypatch.setattr(cuda, "BUILT", {})
+    monkeypatch.setattr(cuda, "loaded", slow)
+    monkeypatch.setattr(cuda, "architecture", lambda device: "sm_90a")
+    config = cuda.LaunchConfig(1, 32, 0)
+    with compiled_only(2):
+        for rows in (8, 16, 8, 16):
+            cuda.launch("affine", torch.device("cpu"), {"ROWS": rows}, affine.Params(), config)
+    assert len(cuda.BUILT) == len(set(threads)) == 2 and threading.current_thread() not in threads
 
 
 def test_there_is_none_without_a_gpu():
