@@ -132,7 +132,9 @@ class Engine:
         if self.schedule.busy:
             self.settler.pause()
             self._tell_positions()
-            self._run_prompts()
+            if self.schedule.prefilling():
+                self.rounds.land()
+                self._run_prompts()
             self.rounds.run()
         else:
             self.settler.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,72 +18,132 @@ from .stream import Job, Stream
 Pair = tuple[Job, Stream]
 
 
+@dataclass
+class Flight:
+    """A round on its way."""
+
+    pairs: list[Pair]
+    proposal: Proposal
+    draft_ms: float = 0.0
+    landing: Callable[[], list[Outcome]] | None = None
+    """The model's, once it is launched: waits for the round and moves the states."""
+
+
 class Rounds:
     """What a round gave is told while the next one runs, where the model can be asked to begin it; at the latest before
-    anything else is told."""
+    anything else is told.
+
+    Where no stream will bring guesses to the next round, and the model can give it the tokens itself, that round begins
+    before they are here: the device then never waits for the host. A stream that they end computes a row more, which
+    nobody takes.
+    """
 
     def __init__(self, engine: Any, drafting: Drafting):
         """`engine`: the `loop.Engine` whose streams decode; it ends those that fail."""
         self.engine, self.drafting = engine, drafting
+        self._launch, self._follow = (getattr(engine.model, f"{does}_round", None) for does in ("launch", "follow"))
         self._untold: list[tuple[Job, Callable[[], protocol.Event]]] = []
+        self._next: Flight | None = None
+        """Under way, and nothing behind it."""
+        self._landed: float | None = None
+        """When the last round was here, by `time.perf_counter()`, if nothing but rounds has run since."""
 
     def run(self) -> None:
-        """One round. A pass that fails as a whole has moved no state and is run again a stream at a time: who fails
-        again, fails alone."""
+        """One round of every decoding stream."""
         pairs = self.engine.schedule.decoding()
-        if not pairs:
-            return
+        if pairs:
+            self._complete(self._next or self._proposed(pairs), pairs)
+
+    def land(self) -> None:
+        """Complete the round that is under way, if there is one, before anything else runs."""
+        if self._next is not None:
+            self._complete(self._next, [])
+        self._landed = None
+
+    def _proposed(self, pairs: list[Pair]) -> Flight:
+        waited_ms = since(self._landed) if self._follow and self._landed else 0.0
         began = time.perf_counter()
-        proposal = self.drafting.propose([stream for _, stream in pairs])
-        draft_ms = since(began)
+        proposal = self.drafting.propose([stream for _, stream in pairs], waited_ms)
+        return Flight(pairs, proposal, since(began))
+
+    def _complete(self, flight: Flight, pairs: list[Pair]) -> None:
+        """`pairs`: who decodes now. A pass that fails as a whole has moved no state and is run again a stream at a
+        time: who fails again, fails alone."""
+        self._next = None
+        if not any(map(alive, flight.pairs)):
+            return
         try:
-            outcomes, parts = self._verify(pairs, proposal.kept)
+            outcomes, parts = self._verify(flight, pairs)
         except Exception as error:
-            if len(pairs) == 1:
-                return self.engine.fail(pairs[0][0], error)
-            for pair, draft in zip(pairs, proposal.kept):
-                self._alone(pair, draft)
+            self._failed(flight, error)
         else:
-            streams, walks = [stream for _, stream in pairs], [outcome.walk for outcome in outcomes]
-            fresh = getattr(self.engine.model, "fresh_round", False)
-            self.drafting.learn(streams, proposal, walks, None if fresh else sum(part or 0.0 for part in parts))
-            for i, (pair, outcome) in enumerate(zip(pairs, outcomes)):
-                self._commit(*pair, proposal.kept[i], outcome, self._times(proposal, i, draft_ms, *parts))
-        for job in dict.fromkeys(job for job, _ in pairs):
+            streams, walks = [stream for _, stream in flight.pairs], [outcome.walk for outcome in outcomes]
+            fresh = getattr(flight.landing, "fresh", False)
+            self.drafting.learn(streams, flight.proposal, walks, None if fresh else sum(part or 0.0 for part in parts))
+            for i, (pair, outcome) in enumerate(zip(flight.pairs, outcomes)):
+                self._commit(*pair, flight.proposal.kept[i], outcome, self._times(flight, i, *parts))
+        for job in dict.fromkeys(job for job, _ in flight.pairs):
             if job in self.engine.schedule.running:
                 self.engine.finish_streams(job)
 
+    def _failed(self, flight: Flight, error: Exception) -> None:
+        self._next = None
+        if len(flight.pairs) == 1:
+            return self.engine.fail(flight.pairs[0][0], error)
+        for pair, draft in zip(flight.pairs, flight.proposal.kept):
+            if alive(pair):
+                self._alone(pair, draft)
+
     def _alone(self, pair: Pair, draft: Draft) -> None:
-        if pair[0] not in self.engine.schedule.running:
-            return
         try:
-            (outcome,), (verify, commit) = self._verify([pair], [draft])
+            (outcome,), (verify, commit) = self._verify(Flight([pair], Proposal.of([draft])), [])
         except Exception as error:
             self.engine.fail(pair[0], error)
         else:
             self._commit(*pair, draft, outcome, {"verify_ms": verify, "commit_ms": commit})
 
-    def _verify(self, pairs: list[Pair], drafts: list[Draft]) -> tuple[list[Outcome], tuple[float, float | None]]:
+    def _verify(self, flight: Flight, pairs: list[Pair]) -> tuple[list[Outcome], tuple[float, float | None]]:
         """What every window gave, and the milliseconds of the pass and of moving the states (None: not told)."""
-        streams, model = [stream for _, stream in pairs], self.engine.model
-        windows = [draft.window(stream.ids[-1]) for stream, draft in zip(streams, drafts)]
-        told = [stream.state for stream in streams], windows, [stream.draws() for stream in streams]
-        launch = getattr(model, "launch_round", None)
-        if launch is None:
+        if self._launch is None:
             self.tell()
         began = time.perf_counter()
-        landed = partial(model.round, *told) if launch is None else launch(*told)
+        if flight.landing is None:
+            flight.landing = self._launched(flight)
+        else:
+            began = self._landed or began  # from then on it had the device
+        self._next = self._following(flight, pairs)
         self.tell()  # while the device is busy
-        outcomes = landed()
-        whole, commit = since(began), getattr(model, "commit_ms", None)
+        outcomes = flight.landing()
+        self._landed = time.perf_counter()
+        whole, commit = 1e3 * (self._landed - began), getattr(self.engine.model, "commit_ms", None)
         return outcomes, (whole - (commit or 0.0), commit)
 
+    def _launched(self, flight: Flight) -> Callable[[], list[Outcome]]:
+        streams = [stream for _, stream in flight.pairs]
+        windows = [draft.window(stream.ids[-1]) for stream, draft in zip(streams, flight.proposal.kept)]
+        told = [stream.state for stream in streams], windows, [stream.draws() for stream in streams]
+        return partial(self.engine.model.round, *told) if self._launch is None else self._launch(*told)
+
+    def _following(self, flight: Flight, pairs: list[Pair]) -> Flight | None:
+        """The round behind, begun before this one's tokens are here; None where they decide who takes part in it, or
+        with what, and where somebody waits for a prompt pass."""
+        streams, schedule = [stream for _, stream in pairs], self.engine.schedule
+        if self._follow is None or flight.pairs != pairs or schedule.waiting or schedule.prefilling():
+            return None
+        if any(stream.room < 2 for stream in streams) or not self.drafting.idle(streams):
+            return None
+        try:
+            landing = self._follow(flight.landing)
+        except Exception:
+            return None  # what is wrong is told where the round is begun as usual
+        return None if landing is None else Flight(pairs, self.drafting.rest(streams), landing=landing)
+
     @staticmethod
-    def _times(proposal: Proposal, i: int, draft_ms: float, verify_ms: float, commit_ms: float | None) -> dict:
-        share = proposal.share
+    def _times(flight: Flight, i: int, verify_ms: float, commit_ms: float | None) -> dict:
+        proposal, share = flight.proposal, flight.proposal.share
         return {
             "cut": proposal.cut(i),
-            "draft_ms": draft_ms,
+            "draft_ms": flight.draft_ms,
             "verify_ms": verify_ms,
             "commit_ms": commit_ms,
             "serial_ms": share.serial_ms,
@@ -91,7 +152,7 @@ class Rounds:
 
     def _commit(self, job: Job, stream: Stream, draft: Draft, outcome: Outcome, times: dict) -> None:
         """Add a walk's tokens to its stream, to be told; what goes wrong ends this run and no other."""
-        if job not in self.engine.schedule.running:
+        if not alive((job, stream)):
             return
         try:
             if not outcome.walk.rows:
@@ -127,6 +188,11 @@ class Rounds:
             **times,
         )
         return protocol.Committed(job.run, stream.index, done, tokens)
+
+
+def alive(pair: Pair) -> bool:
+    """Whether this stream still decodes."""
+    return pair[1].state is not None and not pair[1].finished
 
 
 def since(began: float) -> float:

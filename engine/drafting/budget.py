@@ -309,6 +309,11 @@ class Worth:
         self.paused -= self.paused > 0
         return self.paused > 0
 
+    @property
+    def resting(self) -> bool:
+        """Whether the next round goes without."""
+        return self.paused > 1
+
     def learn(self, gain: float, made: int) -> None:
         """So many drafts, made for one round, gained so much; in rounds without any."""
         self.balance, self._made = min(self.balance + gain, CREDIT), self._made + made

@@ -20,7 +20,9 @@ class Copier:
 
     def __init__(self, ids: list[int]):
         """`ids`: the context, shared with the stream and read again at every call."""
-        self.ids, self._indexed, self._ends = ids, MATCH, {}
+        self.ids, self._indexed = ids, MATCH
+        self._ends: dict[tuple[int, ...], int] = {}
+        self._starts: set[int] = set()
 
     def propose(self, limit: int) -> list[int]:
         """At most `limit` tokens that followed the latest earlier place of the context's last eight; may be empty.
@@ -34,11 +36,24 @@ class Copier:
         period = len(self.ids) - start
         return [self.ids[start + i % period] for i in range(limit)]
 
+    def near(self) -> bool:
+        """Whether there may be something to propose behind the next token, whatever it is. Never wrongly False."""
+        self._index()
+        last = tuple(self.ids[-MATCH:])
+        return start(last[1:]) in self._starts or last[1:] == last[:-1]
+
     def _index(self) -> None:
-        """Each eight tokens that something follows: where it follows, the latest place winning."""
+        """Each eight tokens that something follows: where it follows, the latest place winning; and how they begin."""
         for end in range(self._indexed, len(self.ids)):
-            self._ends[tuple(self.ids[end - MATCH : end])] = end
+            eight = tuple(self.ids[end - MATCH : end])
+            self._ends[eight] = end
+            self._starts.add(start(eight[:-1]))
         self._indexed = max(self._indexed, len(self.ids))
+
+
+def start(ids: tuple[int, ...]) -> int:
+    """Stands for all tokens of a match but its last: a number, which takes less memory."""
+    return hash(ids)
 
 
 class Width:
@@ -85,6 +100,10 @@ class Copies:
         chance = self.record.chance
         chances = [chance**depth for depth in range(1, len(ids) + 1)]
         return Draft(ids, list(range(len(ids))), chances, "copy") if ids else NOTHING
+
+    def near(self) -> bool:
+        """Whether a draft may begin behind the next token."""
+        return self.copier.near()
 
     def learn(self, drafted: int, accepted: int) -> None:
         self.width.learn(drafted, accepted)

@@ -11,7 +11,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from statistics import median_low
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +23,7 @@ from .budget import Calibration, Curve, Share, Worth, crowd
 from .copy import Copies
 from .draft import NOTHING, ROWS, Draft, Lattice, Walk
 
+T = TypeVar("T")
 HELD = 4096
 """Tapped rows that are held for a drafter at most; it then goes without the oldest."""
 BLOCKS = {"on": tree.tree, "tree": tree.tree, "block": tree.block}
@@ -78,6 +79,11 @@ class Proposal:
         self.kept = [draft.first(n) for draft, n in zip(drafts, share.kept)]
         """What is verified, by stream."""
 
+    @classmethod
+    def of(cls, drafts: list[Draft], curve: Curve | None = None) -> Proposal:
+        """Drafts that were not made for this round, all of which are verified."""
+        return cls(drafts, drafts, set(), budget.share(drafts, curve), 0.0)
+
     def cut(self, i: int) -> int:
         return len(self.drafts[i].ids) - len(self.kept[i].ids)
 
@@ -105,8 +111,9 @@ class Drafting:
         except Exception as error:
             self._failed(mine, error)
 
-    def propose(self, streams: list[Any]) -> Proposal:
-        """Drafts for the next round of these streams, cut to what is worth its rows."""
+    def propose(self, streams: list[Any], waited_ms: float = 0.0) -> Proposal:
+        """Drafts for the next round of these streams, cut to what is worth its rows. `waited_ms`: for how long a round
+        without drafts would have been under way by now."""
         began = time.perf_counter()
         limits = [min(ROWS, stream.room) - 1 for stream in streams]
         raw = [self._copied(stream, limit) for stream, limit in zip(streams, limits)]
@@ -117,7 +124,7 @@ class Drafting:
             self._calibrations[kind(stream)].corrected(draft) if draft.source in ("tree", "block") else draft
             for stream, draft in zip(streams, raw)
         ]
-        now = 1e3 * (time.perf_counter() - began)
+        now = waited_ms + 1e3 * (time.perf_counter() - began)
         usual = self._usual_cost(len(asking), now) if asking else 0.0
         return Proposal(drafts, raw, set(asking), budget.share(drafts, self.curve, usual), usual)
 
@@ -126,6 +133,19 @@ class Drafting:
         costs = self._costs[crowd(asked - 1)]
         costs.append(now)
         return median_low(costs)
+
+    def idle(self, streams: list[Any]) -> bool:
+        """Whether the round behind the next is one without guesses, whatever tokens the next one gives: nobody may copy
+        then, and the drafter is not asked."""
+        able = [i for i, stream in enumerate(streams) if stream.guesses.context is not None]
+        resting = (self._worths[crowd(len(streams)), alike].resting for alike in grouped(streams, able))
+        return all(resting) and not any(map(self._near, streams))
+
+    def rest(self, streams: list[Any]) -> Proposal:
+        """What idle streams bring to that round."""
+        for alike in grouped(streams, [i for i, stream in enumerate(streams) if stream.guesses.context is not None]):
+            self._worths[crowd(len(streams)), alike].rests()
+        return Proposal.of([NOTHING] * len(streams), self.curve)
 
     def learn(self, streams: list[Any], proposal: Proposal, walks: list[Walk], ms: float | None) -> None:
         """How the round went, which took `ms`; None: longer than others of its kind will."""
@@ -165,15 +185,22 @@ class Drafting:
             self.drafter.extend(context, rows, parts[0][1])
 
     def _copied(self, stream: Any, limit: int) -> Draft:
-        guesses = stream.guesses
-        if guesses.copies is None or limit < 1:
-            return NOTHING
+        return NOTHING if limit < 1 else self._of_copies(stream, lambda copies: copies.draft(limit), NOTHING)
+
+    def _near(self, stream: Any) -> bool:
+        return self._of_copies(stream, Copies.near, False)
+
+    @staticmethod
+    def _of_copies(stream: Any, ask: Callable[[Copies], T], none: T) -> T:
+        """What a stream's copies answer; `none` where it has none, or has none any more."""
+        if stream.guesses.copies is None:
+            return none
         try:
-            return guesses.copies.draft(limit)
+            return ask(stream.guesses.copies)
         except Exception as error:
             log(f"copying failed, and its stream goes on without: {type(error).__name__}: {error}")
-            guesses.copies = None
-            return NOTHING
+            stream.guesses.copies = None
+            return none
 
     def _asking(self, streams: list[Any], free: list[int]) -> list[int]:
         """Of the streams of these places, those that have a drafter to ask whose drafts do not pause."""

@@ -239,7 +239,8 @@ class Batch:
         f["owners"][:n] = np.where(order < waiting[:, None], slots[:, None], -1)
         self.into.send()
         self.launch()
-        self.out.receive()
+        self.out.fetch()
+        self.out.wait()
         for context in contexts:
             context.waiting = 0
         found = self.out.numpy

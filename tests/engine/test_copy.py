@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 from tfmagic.engine.drafting.copy import Copier, Width
 
 
@@ -48,3 +50,16 @@ def test_the_window_doubles_after_a_whole_copy_and_halves_after_a_broken_one():
         width.learn(drafted, accepted)
         seen.append(width.rows)
     assert seen == [8, 16, 16, 8, 4, 2, 2, 2, 4]
+
+
+def test_a_copy_never_begins_where_none_was_near():
+    rng, seen = random.Random(3), set()
+    for _ in range(60):
+        whole = [rng.randrange(3) for _ in range(rng.randrange(10, 60))]
+        ids = whole[:9]
+        copier = Copier(ids)
+        for id in whole[9:]:
+            near = copier.near()
+            ids.append(id)
+            seen.add((near, bool(copier.propose(1))))
+    assert seen == {(False, False), (True, False), (True, True)}

@@ -155,6 +155,9 @@ class Trickster:
             return [*right[: limit // 2], *[250] * (limit - len(right[: limit // 2]))]
         return [] if way == "none" else right
 
+    def near(self) -> bool:
+        return self.rng.random() < 0.5
+
 
 class Play:
     """One schedule."""

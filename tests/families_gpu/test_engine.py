@@ -58,6 +58,78 @@ def test_one_prompt_in_many_streams(model):
     given_back(model)
 
 
+def followed(bench) -> list[int]:
+    """Grows with each round that begins behind another one: by its streams."""
+    rounds, found = bench.engine.rounds, []
+    follow = rounds._follow
+
+    def noted(flight):
+        following = follow(flight)
+        found.append(len(following.states))
+        return following
+
+    rounds._follow = noted
+    return found
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_rounds_begin_before_tokens_are_here(model, sampling):
+    """Of two prompts and six streams: whatever those tokens end, and whoever comes meanwhile."""
+    prompts = [text_prompt(ids_of(n, seed=n)) for n in (40, 150)]
+    plain = [Bench(model, budget=0).run(p, replace(sampling, logprobs=1), 3) for p in prompts]
+    said = plain[0].streams[1].token_ids
+    stop = next(id for i, id in enumerate(said) if i > 12 and id not in said[:i])
+    asked = replace(sampling, stop_ids=frozenset({stop}))
+    bench = Bench(model)
+    found = followed(bench)
+    runs = [bench.submit(prompts[0], asked, 3)]
+    for _ in range(4):
+        bench.engine.step()
+    assert found == [3, 3, 3, 3]
+    runs.append(bench.submit(prompts[1], sampling, 3))
+    bench.drain()
+    for run, one in zip(runs, plain):
+        for stream, other in zip(run.streams, one.streams):
+            whole = other.token_ids
+            ends = whole.index(stop) + 1 if run is runs[0] and stop in whole else len(whole)
+            assert stream.token_ids == whole[:ends]
+            assert [token.piece for token in stream.tokens] == [token.piece for token in other.tokens[:ends]]
+    assert len(found) > 20 and {3, 6} <= {*found}
+    del bench
+    given_back(model)
+
+
+def test_a_stopped_run_gives_back_what_a_round_under_way_still_writes(model):
+    prompt, asked = text_prompt(ids_of(40)), replace(GREEDY, max_tokens=200, stop_ids=frozenset())
+    bench = Bench(model, budget=0)
+    found = followed(bench)
+    first = bench.submit(prompt, asked, 16)
+    while len(found) < 5:
+        bench.engine.step()
+    bench.engine.cancel(first.id)
+    again = bench.submit(prompt, replace(asked, max_tokens=8), 16)
+    bench.drain()
+    alone = Bench(model, budget=0).run(prompt, replace(asked, max_tokens=8))
+    assert first.status == "stopped" and again.status == "done"
+    assert all(stream.token_ids == alone.streams[0].token_ids for stream in again.streams)
+    del bench
+    given_back(model)
+
+
+def test_copies_begin_where_they_began(model, monkeypatch):
+    """A round is not begun ahead where the token that is about to come may bring a copy."""
+    monkeypatch.setattr("tfmagic.engine.drafting.copy.MATCH", 2)
+    prompt, asked = text_prompt(ids_of(1000)), replace(GREEDY, max_tokens=200, stop_ids=frozenset())
+    bench, usual = Bench(model, budget=0), Bench(model, budget=0)
+    usual.engine.rounds._follow = None
+    found = followed(bench)
+    one, other = bench.run(prompt, asked), usual.run(prompt, asked)
+    for rounds in zip(one.streams[0].rounds, other.streams[0].rounds, strict=True):
+        assert rounds[0].nodes == rounds[1].nodes and rounds[0].draft_source == rounds[1].draft_source
+    assert one.streams[0].token_ids == other.streams[0].token_ids
+    assert one.stats["draft_source"]["copy"] and found
+
+
 @pytest.mark.slow
 def test_schedules(model, pictures, tmp_path, capfd):
     counts = many(World(model, pictures), tmp_path, range(12), capfd)

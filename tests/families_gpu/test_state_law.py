@@ -73,7 +73,8 @@ def test_marks_that_the_device_has_no_room_for_wait_in_host_memory(model, monkey
 def test_what_is_on_its_way_to_the_device_is_not_written_over(model, monkeypatch):
     """Passes follow each other without a word to the host: it may be ahead of the device."""
     on_the_way: dict[Fields, torch.Tensor] = {}
-    plain, captured = (Fields.send, Fields.wait, Fields.receive), Graphs.captured
+    before: dict[Fields, list[Fields]] = {}  # what is fetched comes behind what was sent
+    plain, captured = (Fields.send, Fields.wait, Fields.fetch), Graphs.captured
 
     def send(fields):
         assert fields not in on_the_way
@@ -84,19 +85,19 @@ def test_what_is_on_its_way_to_the_device_is_not_written_over(model, monkeypatch
         assert torch.equal(on_the_way.pop(fields, fields._host), fields._host)
 
     def wait(fields):
-        arrived(fields)
+        for one in before.pop(fields, [fields]):
+            arrived(one)
         plain[1](fields)
 
-    def receive(fields):
-        for one in [*on_the_way]:
-            arrived(one)
+    def fetch(fields):
+        before[fields] = [*on_the_way]
         plain[2](fields)
 
     def capture(graphs, launch):
         on_the_way.clear()  # it waits
         return captured(graphs, launch)
 
-    for name, method in (("send", send), ("wait", wait), ("receive", receive)):
+    for name, method in (("send", send), ("wait", wait), ("fetch", fetch)):
         monkeypatch.setattr(Fields, name, method)
     monkeypatch.setattr(Graphs, "captured", capture)
     states = [model.new_state() for _ in range(2)]
@@ -108,6 +109,39 @@ def test_what_is_on_its_way_to_the_device_is_not_written_over(model, monkeypatch
     for _ in range(3):
         rounds(model, replies)
     assert not on_the_way
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_rounds_that_follow_before_tokens_are_known_are_those_that_follow_after(model, sampling):
+    """Tokens, tapped rows and states; where a sequence has ended meanwhile, the others'."""
+    model.tap([0, 2])
+    prompts = [ids_of(rows, seed=rows) for rows in (3, 130, 511)]
+
+    def replies() -> list[Reply]:
+        states = [model.new_state() for _ in prompts]
+        for state, ids in zip(states, prompts):
+            model.prompt_pass(state, ids, {}, straight(len(ids)), [])
+        return [Reply(state, len(ids), 5, sampling, i) for i, (state, ids) in enumerate(zip(states, prompts))]
+
+    usual, taps = replies(), []
+    for _ in range(6):
+        taps.append([outcome.taps for outcome in rounds(model, usual)])
+    ahead = replies()
+    flight = model.launch_round(*map(list, zip(*(reply.window() for reply in ahead))))
+    for i in range(6):
+        following = model.follow_round(flight)
+        assert (following is None) == (i == 5)
+        for reply, outcome, rows in zip(ahead, flight(), taps[i]):
+            reply.ids += outcome.walk.ids
+            assert torch.equal(outcome.taps, rows)
+        flight = following
+        if i == 4:
+            ahead[1].state = None  # its end was found while round 5 was under way already
+    for one, other in zip(usual, ahead):
+        assert one.ids == other.ids
+        if other.state is not None:
+            same(one.state.named(), other.state.named())
+    model.tap([])
 
 
 def test_a_pass_must_start_on_the_grain(model):

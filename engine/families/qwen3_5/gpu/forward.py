@@ -19,7 +19,7 @@ from tfmagic.kernels.gpu.norm import gated_rms, rms
 from tfmagic.kernels.gpu.packing import Prompts, windows
 from tfmagic.kernels.gpu.rope import gated, norm_rope_write, tables
 from tfmagic.kernels.gpu.sample import Rules, embed, sample
-from tfmagic.kernels.gpu.walk import walk
+from tfmagic.kernels.gpu.walk import advance, walk
 
 from ..config import Text
 from .pool import Pool
@@ -134,8 +134,9 @@ class Forward:
 
     def round(self, f: dict[str, Tensor], out: dict[str, Tensor], taps: Tensor | None, size: int, greedy: bool) -> None:
         """A round: f holds its windows and draws (see `rounds.fields`), `out` takes what was walked. States move along
-        their walks. Logits stay in `space.logits`, tapped rows go to `taps` [S · R, taps · D]. `size`: ids at or beyond
-        it are never drawn; `greedy`: every temperature is 0."""
+        their walks, and windows of one row are made ready for the next such round. Logits stay in `space.logits`,
+        tapped rows go to `taps` [S · R, taps · D]. `size`: ids at or beyond it are never drawn; `greedy`: every
+        temperature is 0."""
         pool, t, space = self.pool, self.t, self.space
         S, R = f["ids"].shape
         trees, slots, rows = windows(f["parents"], f["counts"]), f["slots"], f["rows"]
@@ -177,6 +178,8 @@ class Forward:
         conv.conv_commit(fed, pool.conv, *walked)
         if R > 1:
             delta.delta_commit(pool.S, inputs.k, inputs.decay, u, *walked)
+        else:
+            advance(*(f[name] for name in ("ids", "positions", "rows", "places")), out["drawn"])
 
     def feed(self, x: Tensor, layer: Layer) -> Tensor:
         """x plus the gated MLP of its norm, in place."""

@@ -28,7 +28,7 @@ from .forward import Forward, Kept, Places
 from .graphs import Graphs
 from .plan import described, plan
 from .pool import KV, Plan, Pool, page_bytes, pages_for
-from .rounds import BUCKETS, First, Rounds
+from .rounds import BUCKETS, First, Flight, Rounds
 from .short import Short
 from .state import State, View
 from .warmup import warm_up
@@ -289,16 +289,15 @@ class Model:
         return self.rounds.launch(states, windows, draws)()
 
     @on_device
-    def launch_round(
-        self, states: list[State], windows: list[Window], draws: list[Draw]
-    ) -> Callable[[], list[Outcome]]:
-        """`round`, begun: what is returned waits for it and gives the outcomes."""
+    def launch_round(self, states: list[State], windows: list[Window], draws: list[Draw]) -> Flight:
+        """`round`, begun: what is returned waits for it and gives the outcomes, when it is called."""
         return self.rounds.launch(states, windows, draws)
 
-    @property
-    def fresh_round(self) -> bool:
-        """Whether the last round was the first of its kind, and took longer than others will."""
-        return self.rounds.fresh
+    @on_device
+    def follow_round(self, flight: Flight) -> Flight | None:
+        """Begin the round behind one of a row a stream that has not landed, with the tokens that it is about to give;
+        flights land in their order. None where that cannot be. Raises MemoryError."""
+        return self.rounds.follow(flight)
 
     @on_device
     def time_round(self, streams: int, rows: int) -> float:

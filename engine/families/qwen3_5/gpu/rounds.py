@@ -3,8 +3,7 @@ then on is one launch between one copy in and one copy out; on a CPU it simply r
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import weakref
 from typing import NamedTuple
 
 import numpy as np
@@ -133,26 +132,31 @@ class Round:
                 self._last[s] = draw.sampling, draw.seed
                 tell(self.into.numpy, s, draw)
 
-    def outcomes(self, logits: Tensor, draws: list[Draw]) -> list[Outcome]:
-        """What each stream's window gave; `logits` float32 [S · R, V] of this round, on the device."""
+    def outcomes(self, logits: Tensor, tapped: Tensor | None, draws: list[Draw]) -> list[Outcome]:
+        """What each stream's window gave; `logits` float32 [S · R, V] and `tapped` of this round, on the device."""
         counts, paths, drawn = (self.out.numpy[name].tolist() for name in ("walked", "path", "drawn"))
         rows = [path[:count] for path, count in zip(paths, counts[: len(draws)])]
         asked = [bool(draw.sampling.logprobs) for draw in draws]
         none = [None] * len(rows)
         wanted = self._taken(logits, [own if ask else [] for own, ask in zip(rows, asked)]) if any(asked) else none
-        tapped = none if self.taps is None else self._tapped(rows)
+        taps = none if tapped is None else self._walked(tapped, rows)
         found = []
         for s, own in enumerate(rows):
             error = NOT_FINITE if self._stuck(s, own, drawn[s]) else None
             walk = Walk(own, [drawn[s][row] for row in own], error)
-            found.append(Outcome(walk, wanted[s].cpu().numpy() if asked[s] else None, tapped[s]))
+            found.append(Outcome(walk, wanted[s].cpu().numpy() if asked[s] else None, taps[s]))
         return found
 
-    def _tapped(self, rows: list[list[int]]) -> list[Tensor]:
-        """The tapped rows of each stream's walk: gathered by the path that is on the device already."""
+    def tapped(self) -> Tensor | None:
+        """The tapped rows [S, R, taps · D] of every stream's path, gathered by what is on the device."""
+        if self.taps is None:
+            return None
         places = (self.out.device["path"].clamp_min(0) + self.first).view(-1)
-        found = self.taps.index_select(0, places).view(*self.first.shape[:1], self.bucket.rows, -1)
-        parts = [found[s, : len(own)] for s, own in enumerate(rows)]
+        return self.taps.index_select(0, places).view(*self.first.shape[:1], self.bucket.rows, -1)
+
+    def _walked(self, tapped: Tensor, rows: list[list[int]]) -> list[Tensor]:
+        """Of each stream the tapped rows of its walk."""
+        parts = [tapped[s, : len(own)] for s, own in enumerate(rows)]
         return parts if self.bucket.rows == 1 else [part.clone() for part in parts]  # not held by rows of no walk
 
     def _taken(self, x: Tensor, rows: list[list[int]]) -> list[Tensor]:
@@ -173,6 +177,34 @@ class Round:
             return False
         here = slice(last + 1, count)
         return bool(((f["parents"][s, here] == last) & (f["ids"][s, here] == drawn[last])).any())
+
+
+class Flight:
+    """A round that was launched. Called, it waits for the round, moves the states along their walks and says what it
+    gave."""
+
+    def __init__(self, round: Round, states: list[State], draws: list[Draw], logits: Tensor, fresh: bool = False):
+        """`fresh`: it was the first of its bucket, which had to be captured."""
+        self.round, self.draws, self.logits, self.fresh = round, draws, logits, fresh
+        # A sequence that ends meanwhile is let go: whoever has its place next, writes there behind this round.
+        self.states = [weakref.ref(state) for state in states]
+        self._tapped: Tensor | None = None
+        self._fetched = False
+
+    def fetch(self) -> None:
+        """Have what it gives brought, before another round is launched that writes over it."""
+        if not self._fetched:
+            self._tapped, self._fetched = self.round.tapped(), True
+            self.round.out.fetch()
+
+    def __call__(self) -> list[Outcome]:
+        self.fetch()
+        self.round.out.wait()
+        outcomes = self.round.outcomes(self.logits, self._tapped, self.draws)
+        for reference, outcome in zip(self.states, outcomes):
+            if (state := reference()) is not None:
+                state.rows += len(outcome.walk.rows)
+        return outcomes
 
 
 def signed(seed: int) -> int:
@@ -202,7 +234,8 @@ class First:
         return self.drawn(n)
 
     def drawn(self, n: int) -> list[int]:
-        self.out.receive()
+        self.out.fetch()
+        self.out.wait()
         drawn = self.out.numpy["drawn"][:n].tolist()
         if min(drawn) < 0:
             raise FloatingPointError(NOT_FINITE)
@@ -218,33 +251,35 @@ class Rounds:
         self._taps: Tensor | None = None
         self.least = -(-4 // forward.t.kv_heads)
         """Rows in all for which every layer's part of what a round leaves starts at a multiple of 16 bytes."""
-        self.fresh = False
-        """Whether the last round was the first of its bucket, which had to be captured."""
 
     def tap(self) -> None:
         """The forward's taps have changed."""
         self._made, self._taps = {}, self.forward.new_taps(ROWS)
 
-    def launch(
-        self, states: list[State], windows: list[Window], draws: list[Draw]
-    ) -> Callable[[], list[Outcome]]:
-        """Begin one round. What is returned waits for it, moves the states along their walks and says what it gave."""
+    def launch(self, states: list[State], windows: list[Window], draws: list[Draw]) -> Flight:
+        """Begin one round."""
         b = bucket(windows, draws, self.least)
         for state, window in zip(states, windows):
             state.reserve(state.rows + len(window.ids))
-        self.fresh = b not in self._made
-        round = self._make(b) if self.fresh else self._made[b]
+        fresh = b not in self._made
+        round = self._make(b) if fresh else self._made[b]
         round.fill(states, windows, draws)
         round.into.send()
         round.launch()
-        return partial(self._landed, round, states, draws)
+        return Flight(round, states, draws, self.forward.space.logits, fresh)
 
-    def _landed(self, round: Round, states: list[State], draws: list[Draw]) -> list[Outcome]:
-        round.out.receive()
-        outcomes = round.outcomes(self.forward.space.logits, draws)
-        for state, outcome in zip(states, outcomes):
-            state.rows += len(outcome.walk.rows)
-        return outcomes
+    def follow(self, flight: Flight) -> Flight | None:
+        """Begin the round behind one of a row a stream, which has not landed: the same streams, each with the token
+        that it is about to get. None where what the round gives would then be lost, or a stream has ended."""
+        states = [reference() for reference in flight.states]
+        wanted = any(draw.sampling.logprobs for draw in flight.draws)
+        if flight.round.bucket.rows > 1 or wanted or None in states:
+            return None
+        for state in states:
+            state.reserve(state.rows + 2)
+        flight.fetch()
+        flight.round.launch()  # the one before has left in its arrays what this one is told
+        return Flight(flight.round, states, flight.draws, flight.logits)
 
     def _make(self, b: Bucket) -> Round:
         taps = None if self._taps is None else self._taps[: b.streams * b.rows]
