@@ -263,7 +263,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) affine(const __grid_con
     const u32* words = p.words + (first * BLOCK + lane / 4) * GROUPS;
 
     const u32 base = (u32)__cvta_generic_to_shared(shared);
-#if WIDE
+#if !WIDE
+    if (parts > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;");
+#else
     const u32 full = base + own * p.stages * 16;  // and behind each, its other one: empty
     if (threadIdx.x == 0)
         for (int i = 0; i < p.inner * p.stages; i++)
@@ -345,8 +347,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) affine(const __grid_con
 #endif
 
     if (p.slices > 1) {
-        float4* left = (float4*)(shared + BARRIERS);  // [slices - 1, tiles, EIGHTS, 32], of the cluster's first program
-        all_wait(parts);                              // nobody reads x any more
+        // [slices - 1, tiles, EIGHTS, 32], of the cluster's first program.
+#if WIDE
+        float4* left = (float4*)(shared + BARRIERS);
+        all_wait(parts);  // nobody reads x any more
+#else
+        float4* left = (float4*)(shared + p.inner * RING);
+        if (parts > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all programs have begun
+#endif
         if (slice) {
             const u32 here = (u32)__cvta_generic_to_shared(left + ((slice - 1) * p.tiles + tile) * EIGHTS * 32 + lane);
 #pragma unroll

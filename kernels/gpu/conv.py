@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .common import EARLY, cdiv, jit, launchable, power_of_two, take_turn, tl
+from .common import EARLY, cdiv, fetch, jit, launchable, let_next_start, power_of_two, tl, wait_for_last
 from .packing import CHUNK, ROWS, STREAMS, Prompts, Windows, locate
 
 EPS = 1e-6
@@ -121,7 +121,8 @@ def convolve_tree(
     out: Inputs | None = None,
 ) -> Inputs:
     """Rows of windows: m bf16 [S, R, C], a, b bf16 [S, R, Hv], of any stride a row; conv bf16 [slots, K - 1, C] is not
-    moved; slots int32 [S]. The inputs' `decay` is e^g. `out`: where to put them, contiguous."""
+    moved; slots int32 [S], which no kernel of the round writes. The inputs' `decay` is e^g. `out`: where to put them,
+    contiguous."""
     made = inputs(m.shape[:2], heads, m.device) if out is None else out
     if not launchable(m):
         return convolve_tree_twin(m, a, b, conv, slots, weights, heads, windows, made)
@@ -337,6 +338,15 @@ def _window_rows(m, conv, taps, s, r, R, depth, path, m_stride, C, c, K: tl.cons
     return _silu(y)
 
 
+@jit
+def _fetch_channels(taps, conv, first, WIDTH: tl.constexpr, C: tl.constexpr, K: tl.constexpr):
+    """Asks for what is read of `WIDTH` channels and written by no kernel that may still run: taps, and the state."""
+    j = tl.arange(0, 4 if K <= 4 else 8)[:, None]
+    c = first + tl.minimum(tl.arange(0, 4) * 64, WIDTH - 1)[None, :]  # a line holds 64
+    fetch(taps + tl.minimum(j, K - 1) * C + c)
+    fetch(conv + tl.minimum(j, K - 2) * C + c)
+
+
 @jit(do_not_specialize=["R"])
 def _convolve_tree(
     m, a, b, conv, taps, A_log, dt_bias, q, k, v, decay, beta, slots, depths, ancestors, R,
@@ -345,13 +355,19 @@ def _convolve_tree(
     ROWS: tl.constexpr, EPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program a row and a head, as in `_convolve`."""
-    take_turn(EARLY)
     C: tl.constexpr = 2 * HK * DK + HV * DV
     spot, column = tl.program_id(0).to(tl.int64), tl.program_id(1)
     s, r = tl.program_id(0) // R, tl.program_id(0) % R
+    let_next_start(EARLY)
+    conv += tl.load(slots + s).to(tl.int64) * (K - 1) * C
+    if EARLY:
+        if column < 2 * HK:
+            _fetch_channels(taps, conv, column * DK, DK, C, K)
+        elif column < 2 * HK + HV:
+            _fetch_channels(taps, conv, 2 * HK * DK + (column - 2 * HK) * DV, DV, C, K)
+    wait_for_last(EARLY)
     depth = tl.load(depths + spot)
     path = ancestors + spot * ROWS
-    conv += tl.load(slots + s).to(tl.int64) * (K - 1) * C
     if column < 2 * HK:
         d = tl.arange(0, DK)
         y = _window_rows(m, conv, taps, s, r, R, depth, path, m_stride, C, column * DK + d, K)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .common import EARLY, INTERPRETED, dot, jit, launchable, take_turn, tl
+from .common import EARLY, INTERPRETED, dot, jit, launchable, let_next_start, tl, wait_for_last
 from .conv import Inputs
 from .packing import CHUNK, ROWS, STREAMS, Prompts, Windows, locate
 
@@ -50,18 +50,20 @@ def delta_tree(
     windows: Windows,
     out: tuple[Tensor, Tensor] | None = None,
     moves: bool = False,
+    settled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Rows of windows. x: of rows [S, R], decay = e^g, contiguous; states float32 [slots, Hv, dk, dv]; slots int32 [S].
 
     `moves`: for windows of one row, which are walked whatever is drawn: states move at once, as `delta_commit` would
-    move them but without reading them again. Else they stay.
+    move them but without reading them again. Else they stay. `settled`: no kernel that may still run writes states,
+    slots or counts, which are then read before the last kernel is done.
 
     Returns (o bf16 [S, R, Hv, dv], zeros for rows not in use; u float32 [S, R, Hv, dv], for `delta_commit`);
     `out`: where to put them.
     """
     o, u = (torch.empty_like(x.v), torch.empty_like(x.v, dtype=torch.float32)) if out is None else out
     if launchable(x.q):
-        return _launch_tree(x, states, slots, windows, o, u, moves)
+        return _launch_tree(x, states, slots, windows, o, u, moves, settled)
     return delta_tree_twin(x, states, slots, windows, o, u, moves)
 
 
@@ -381,15 +383,15 @@ def _step(S, k, u, decay):
 
 
 def _launch_tree(
-    x: Inputs, states: Tensor, slots: Tensor, windows: Windows, o: Tensor, u: Tensor, moves: bool
+    x: Inputs, states: Tensor, slots: Tensor, windows: Windows, o: Tensor, u: Tensor, moves: bool, settled: bool
 ) -> tuple[Tensor, Tensor]:
     S, R, hk, dk = x.k.shape
     _, hv, _, dv = states.shape
     _aligned(*x[:3], states, o, u)
     columns = min(STEP_COLUMNS, dv)
     _tree[(dv // columns, hv, S)](
-        *x, states, o, u, slots, *windows, R, int(moves), hk, hv, dk, dv, columns, LANES, ROWS, EARLY,
-        num_warps=1, launch_pdl=EARLY,
+        *x, states, o, u, slots, *windows, R, int(moves), hk, hv, dk, dv, columns, LANES, ROWS, settled,
+        EARLY, num_warps=1, launch_pdl=EARLY,
     )  # fmt: skip
     return o, u
 
@@ -460,7 +462,7 @@ def _put(to, x, row, head, e, HV: tl.constexpr, DV: tl.constexpr, LANES: tl.cons
 def _tree(
     q, k, v, decay, beta, states, o, u, slots, counts, depths, ancestors, order, R, moves,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr,
-    LANES: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+    LANES: tl.constexpr, ROWS: tl.constexpr, SETTLED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program of one warp a stream, value head and block of columns; how many rows there are does not change its
     form. Rows come depth first; one that does not follow the row before it starts from the start state and its path's
@@ -470,7 +472,9 @@ def _tree(
     lies as it is multiplied: a thread has DK / LANES neighbouring keys of a few columns, reads just those of each row
     and passes nothing on through memory. The next row's inputs are under way before a row is done.
     """
-    take_turn(EARLY)
+    let_next_start(EARLY)
+    if not SETTLED:
+        wait_for_last(EARLY)
     KEYS: tl.constexpr = DK // LANES
     GROUPS: tl.constexpr = 32 // LANES
     WIDE: tl.constexpr = COLUMNS // GROUPS
@@ -483,11 +487,13 @@ def _tree(
     at = states + (tl.load(slots + s).to(tl.int64) * HV + head) * DK * DV
     at += d[None, :, :, None] * DV + e[:, None, None, :]
     count = tl.load(counts + s)
+    S = tl.load(at, mask=count > 0, other=0.0)
+    if SETTLED:
+        wait_for_last(EARLY)
     for r in range(count, R):
         _put(o, tl.zeros([GROUPS, WIDE], tl.bfloat16), line + r, head, e, HV, DV, LANES)
         _put(u, tl.zeros([GROUPS, WIDE], tl.float32), line + r, head, e, HV, DV, LANES)
     if count > 0:
-        S = tl.load(at)
         previous = -1
         r = tl.load(order + line)
         following = tl.load(order + line + tl.minimum(1, count - 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .common import EARLY, cdiv, jit, launchable, power_of_two, take_turn, tl
+from .common import EARLY, cdiv, jit, launchable, let_next_start, power_of_two, tl, wait_for_last
 
 
 def rms(x: Tensor, w: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -79,12 +79,13 @@ def _warps(block: int) -> int:
 
 @jit
 def _rms(x, h, w, out, total, sx, sh, so, st, eps, D, BLOCK: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr):
-    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     there = i < D
+    let_next_start(EARLY)
+    weight = tl.load(w + i, mask=there, other=0.0)  # nobody writes it
+    wait_for_last(EARLY)
     a = tl.load(x + row * sx + i, mask=there, other=0.0).to(tl.float32)
-    weight = tl.load(w + i, mask=there, other=0.0)
     if ADD:
         b = tl.load(h + row * sh + i, mask=there, other=0.0).to(tl.float32)
         rounded = (a + b).to(tl.bfloat16)
@@ -113,15 +114,16 @@ def _layer(x, w, b, out, sx, so, eps, D, BLOCK: tl.constexpr):
 def _gated_rms(
     o, z, w, out, so, sh, sz, sy, eps, heads, dv, HEADS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):
-    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     i = tl.arange(0, BLOCK)
     there = (head < heads)[:, None] & (i < dv)[None, :]
+    let_next_start(EARLY)
+    weight = tl.load(w + i, mask=i < dv, other=0.0).to(tl.float32)  # nobody writes it
+    wait_for_last(EARLY)
     place = head[:, None] * dv + i[None, :]
     a = tl.load(o + row * so + head[:, None] * sh + i[None, :], mask=there, other=0.0).to(tl.float32)
     gate = tl.load(z + row * sz + place, mask=there, other=0.0).to(tl.float32)
-    weight = tl.load(w + i, mask=i < dv, other=0.0).to(tl.float32)
     mean = tl.sum(a * a, 1) / dv
     n = (a * tl.rsqrt(mean + eps)[:, None]).to(tl.bfloat16).to(tl.float32)
     n = (n * weight[None, :]).to(tl.bfloat16).to(tl.float32)

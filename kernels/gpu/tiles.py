@@ -459,7 +459,8 @@ def room(tile: Tile, slices: int) -> tuple[int, int]:
         raise ValueError(f"{tile}: {slices} slices do not fit")
     held, barriers = inner * tile.rows * (2 * tile.depth + (0 if wide else 16)), 1024 * wide
     stages = min(6, (SHARED - barriers) // held, 64 // inner) if wide else 3
-    shared = barriers + max(stages * held, (slices - 1) * outputs * tile.rows * 64)  # x, and then the slices' sums
+    x, sums = stages * held, (slices - 1) * outputs * tile.rows * 64
+    shared = barriers + max(x, sums) if wide else x + sums
     if shared > SHARED or stages < 3:
         raise ValueError(f"{tile} of {slices} slices has no room")
     return stages, shared

@@ -162,7 +162,7 @@ class Forward:
                 conv.convolve_tree(m, alpha, b, pool.conv[g], slots, w.conv, space.heads, trees, out=into)
                 to = torch.empty_like(into.v), u[g]
                 # A row alone is walked; one that is not finite ends its stream, whose state then matters no more.
-                o, _ = delta.delta_tree(into, pool.S[g], slots, trees, to, moves=R == 1)
+                o, _ = delta.delta_tree(into, pool.S[g], slots, trees, to, moves=R == 1, settled=True)
                 o = gated_rms(o.flatten(0, 1), z, w.norm, t.eps)
                 g += 1
             x = self.feed(linear(o, w.out, residual=x, out=x), layer)
