@@ -17,13 +17,27 @@ from tfmagic.engine.families.qwen3_5.gpu.forward import Forward, Places
 from tfmagic.engine.families.qwen3_5.gpu.pool import Plan, Pool
 from tfmagic.engine.families.qwen3_5.gpu.rounds import fields
 from tfmagic.engine.families.qwen3_5.gpu.weights import Attention, Delta, Layer, TextWeights
-from tfmagic.kernels.gpu import affine, attention, conv, delta, linear, norm, packing, pages, rope, sample, turn, walk
+from tfmagic.kernels.gpu import (
+    affine,
+    attention,
+    conv,
+    delta,
+    linear,
+    norm,
+    packing,
+    pages,
+    rope,
+    sample,
+    step,
+    turn,
+    walk,
+)
 from tfmagic.kernels.gpu.common import INTERPRETED
 from tfmagic.kernels.gpu.packing import Prompts
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(INTERPRETED, reason="what is interpreted cannot be compiled")]
 META = torch.device("meta")
-MODULES = affine, attention, conv, delta, linear, norm, packing, pages, rope, sample, turn, walk
+MODULES = affine, attention, conv, delta, linear, norm, packing, pages, rope, sample, step, turn, walk
 
 
 def meta(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:

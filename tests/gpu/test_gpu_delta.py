@@ -7,7 +7,7 @@ import torch
 
 from tests.gpu.told import near, parted, same
 from tests.kernels_gpu.cases import Draws, chain, cuts, ints, mixer, mixer_rows, packed, path_to, planned, tree
-from tfmagic.kernels.gpu import conv, delta
+from tfmagic.kernels.gpu import conv, delta, step
 from tfmagic.kernels.gpu.conv import Heads, Inputs
 
 pytestmark = pytest.mark.gpu
@@ -133,10 +133,15 @@ def test_a_window_row_is_the_same_alone_in_a_chain_and_in_a_tree(name):
                 inputs_same([y[0, 0] for y in alone], Inputs(*(z[s, row] for z in x)), f"stream {s}, row {row} alone")
                 out, update = delta.delta_tree(alone, now, slot, planned([[-1]], 1, DEVICE))
                 same(out[0, 0], o[s, row], f"stream {s}, row {row} of {path}, alone behind commits")
-                walk, moved = (slot, tensor(0).view(1, 1), tensor(1)), now.clone()
+                walk, moved, before = (slot, tensor(0).view(1, 1), tensor(1)), now.clone(), now.clone()
                 delta.delta_tree(alone, moved, slot, planned([[-1]], 1, DEVICE), moves=True)
                 delta.delta_commit(now[None], alone.k[None], alone.decay[None], update[None], *walk)
                 same(moved, now, f"stream {s}, row {row} of {path}, moved at once")
+                stepped = before.clone()
+                torch.cuda.synchronize()  # what is not written in a round is read early
+                out = step.step(*(x[:, 0] for x in one), running, stepped, slot, tensor(1), weights, heads)
+                same(out[0], o[s, row], f"stream {s}, row {row} of {path}, in one kernel")
+                same(stepped, now, f"stream {s}, row {row} of {path}, moved in one kernel")
                 conv.conv_commit(one[0][None], running[None], *walk)
             moved, ends = states.clone(), past.clone()
             walked = torch.full((16, 16), -1, dtype=torch.int32, device=DEVICE)

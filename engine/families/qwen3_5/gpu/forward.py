@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tfmagic.kernels import rotary
-from tfmagic.kernels.gpu import conv, delta, pages
+from tfmagic.kernels.gpu import conv, delta, pages, step
 from tfmagic.kernels.gpu.attention import Partials, partials, prompt_attention, round_attention
 from tfmagic.kernels.gpu.linear import gate_up, linear, logits
 from tfmagic.kernels.gpu.norm import gated_rms, rms
@@ -157,13 +157,17 @@ class Forward:
             else:
                 y = linear(h, w.inputs, out=projected[g])
                 m, z, b, alpha = y.split(self.sizes, -1)
-                m, b, alpha = (part.unflatten(0, (S, R)) for part in (m, b, alpha))
-                into = conv.Inputs(*(part[g] for part in inputs))
-                conv.convolve_tree(m, alpha, b, pool.conv[g], slots, w.conv, space.heads, trees, out=into)
-                to = torch.empty_like(into.v), u[g]
                 # A row alone is walked; one that is not finite ends its stream, whose state then matters no more.
-                o, _ = delta.delta_tree(into, pool.S[g], slots, trees, to, moves=R == 1, settled=True)
-                o = gated_rms(o.flatten(0, 1), z, w.norm, t.eps)
+                if R == 1 and S <= step.STREAMS:
+                    o = step.step(m, alpha, b, pool.conv[g], pool.S[g], slots, f["counts"], w.conv, space.heads)
+                else:
+                    m, b, alpha = (part.unflatten(0, (S, R)) for part in (m, b, alpha))
+                    into = conv.Inputs(*(part[g] for part in inputs))
+                    conv.convolve_tree(m, alpha, b, pool.conv[g], slots, w.conv, space.heads, trees, out=into)
+                    to = torch.empty_like(into.v), u[g]
+                    o, _ = delta.delta_tree(into, pool.S[g], slots, trees, to, moves=R == 1, settled=True)
+                    o = o.flatten(0, 1)
+                o = gated_rms(o, z, w.norm, t.eps)
                 g += 1
             x = self.feed(linear(o, w.out, residual=x, out=x), layer)
             self.tap(taps, i, x)
