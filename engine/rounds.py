@@ -85,6 +85,8 @@ class Rounds:
         for job in dict.fromkeys(job for job, _ in flight.pairs):
             if job in self.engine.schedule.running:
                 self.engine.finish_streams(job)
+        if self._next is not None and not any(map(alive, self._next.pairs)):
+            self._next = None  # nobody waits for it
 
     def _failed(self, flight: Flight, error: Exception) -> None:
         self._next = None
@@ -126,9 +128,9 @@ class Rounds:
 
     def _following(self, flight: Flight, pairs: list[Pair]) -> Flight | None:
         """The round behind, begun before this one's tokens are here; None where they decide who takes part in it, or
-        with what, and where somebody waits for a prompt pass."""
-        streams, schedule = [stream for _, stream in pairs], self.engine.schedule
-        if self._follow is None or flight.pairs != pairs or schedule.waiting or schedule.prefilling():
+        with what, and where a prompt's next slice comes before it."""
+        streams = [stream for _, stream in pairs]
+        if self._follow is None or flight.pairs != pairs or self.engine.schedule.prefilling():
             return None
         if any(stream.room < 2 for stream in streams) or not self.drafting.idle(streams):
             return None

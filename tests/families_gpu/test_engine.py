@@ -88,6 +88,7 @@ def test_rounds_begin_before_tokens_are_here(model, sampling):
     assert found == [3, 3, 3, 3]
     runs.append(bench.submit(prompts[1], sampling, 3))
     bench.drain()
+    assert bench.engine.rounds._next is None
     for run, one in zip(runs, plain):
         for stream, other in zip(run.streams, one.streams):
             whole = other.token_ids
@@ -97,6 +98,14 @@ def test_rounds_begin_before_tokens_are_here(model, sampling):
     assert len(found) > 20 and {3, 6} <= {*found}
     del bench
     given_back(model)
+
+
+def test_who_waits_for_streams_to_end_does_not_slow_them_down(model):
+    bench, asked = Bench(model, budget=0), replace(GREEDY, stop_ids=frozenset())
+    found = followed(bench)
+    runs = [bench.submit(text_prompt(ids_of(40, seed=i)), asked, 16) for i in range(2)]
+    bench.drain()
+    assert all(run.status == "done" for run in runs) and len(found) == 2 * (asked.max_tokens - 2)
 
 
 def test_a_stopped_run_gives_back_what_a_round_under_way_still_writes(model):

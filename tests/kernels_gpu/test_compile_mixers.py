@@ -3,13 +3,15 @@ registers, and products of 64 rows or more take Hopper's own instructions."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from tests.kernels_gpu.offline import SHARED, compiled, launches, loops
-from tfmagic.kernels.gpu import attention, conv, delta, packing, pages, tower
+from tfmagic.kernels.gpu import attention, conv, delta, packing, pages, step, tower
 from tfmagic.kernels.gpu.conv import Heads
 
 ATTENTION = {"27B": (24, 4, 256), "9B": (16, 4, 256), "embedded": (4, 2, 64), "Gemma": (32, 4, 512)}
@@ -27,6 +29,11 @@ def prompts():
 
 def windows(S, R):
     return packing.Windows(meta(S, dtype=i32), meta(S, R, dtype=i32), meta(S, R, 16, dtype=i32), meta(S, R, dtype=i32))
+
+
+def placed(built, layout: str) -> str:
+    """What a layout's name stands for."""
+    return re.search(rf"^{layout} = (.*)$", built.ttgir, re.M)[1]
 
 
 SPILLED = 8
@@ -116,12 +123,25 @@ def test_window_rows_of_gated_deltanet(name):
     m, a, b = (x for x in meta(S, R, width + 2 * hv).split([width, hv, hv], 2))
     weights = conv.Weights(meta(4, width), meta(hv, dtype=fp32), meta(hv, dtype=fp32))
     past, slots, steps, path = meta(16, 3, width), meta(S, dtype=i32), meta(S, dtype=i32), meta(S, R, dtype=i32)
-    checked(lambda: conv.convolve_tree(m, a, b, past, slots, weights, heads, windows(S, R)), conv)
+    apart = checked(lambda: conv.convolve_tree(m, a, b, past, slots, weights, heads, windows(S, R)), conv)
     checked(lambda: conv.conv_commit(m[None], past[None], slots, path, steps), conv)
     states, x = meta(16, hv, heads.dk, heads.dv, dtype=fp32), conv.inputs((S, R), heads, "meta")
-    step = checked(lambda: delta.delta_tree(x, states, slots, windows(S, R)), delta)["_tree"]
+    tree = checked(lambda: delta.delta_tree(x, states, slots, windows(S, R)), delta)["_tree"]
     # A step's threads pass nothing on through memory, and twelve programs share a multiprocessor where there are many.
-    assert step.shared == 0 and step.registers <= 168
+    assert tree.shared == 0 and tree.registers <= 168
+    flat, counts = [part[:, 0] for part in (m, a, b)], meta(S, dtype=i32)
+    alone = checked(lambda: step.step(*flat, past, states, slots, counts, weights, heads), step)["_alone"]
+    # Its sums over keys have the order of the tree's, a thread's own keys and then those of eight threads, and lengths
+    # are summed as the convolution's own kernel does.
+    lengths = [
+        {placed(built, layout) for layout in re.findall(r"\}\) : \(tensor<\d+xf32, (#\w+)>\) -> f32", built.ttgir)}
+        for built in (apart["_convolve_tree"], alone)
+    ]
+    assert lengths[0] == lengths[1] and len(lengths[0]) == 1
+    sums = [re.findall(r"\}\) : \(tensor<(\d+x\d+x\d+(?:x\d+)?)xf32, (#\w+)>", built.ttgir) for built in (tree, alone)]
+    whole = [(shape, layout) for shape, layout in sums[1] if shape.count("x") == 3]
+    assert whole == 3 * [sums[1][0]], sums
+    assert placed(tree, sums[0][0][1]) == placed(alone, sums[1][0][1])
     u = meta(1, S, R, hv, heads.dv, dtype=fp32)
     checked(lambda: delta.delta_commit(states[None], x.k[None], x.decay[None], u, slots, path, steps), delta)
 
