@@ -76,11 +76,11 @@ def convolve(m: Tensor, a: Tensor, b: Tensor, conv: Tensor, weights: Weights, he
     made = inputs((len(m),), heads, m.device)
     if not launchable(m):
         return convolve_twin(m, a, b, conv, weights, heads, prompts, made)
-    _check(m, weights, heads)
+    check(m, weights, heads)
     grid = (cdiv(len(m), BLOCK) + prompts.sequences - 1, 2 * heads.keys + heads.values + 1)
     _convolve[grid](
         m, a, b, conv, weights.taps, weights.A_log, weights.dt_bias, *made,
-        prompts.slots, prompts.starts, prompts.lengths, prompts.sequences, _stride(m), _stride(a), _stride(b),
+        prompts.slots, prompts.starts, prompts.lengths, prompts.sequences, row_stride(m), row_stride(a), row_stride(b),
         *heads, power_of_two(heads.values), len(weights.taps), BLOCK, STREAMS, EPS, num_warps=4,
     )  # fmt: skip
     return made
@@ -103,7 +103,7 @@ def advance(m: Tensor, conv: Tensor, prompts: Prompts) -> Tensor:
         return kept
     C = conv.shape[2]
     _advance[(prompts.chunks, cdiv(C, 1024))](
-        m, conv, kept, prompts.slots, prompts.starts, prompts.lengths, prompts.keep, prompts.sequences, _stride(m),
+        m, conv, kept, prompts.slots, prompts.starts, prompts.lengths, prompts.keep, prompts.sequences, row_stride(m),
         C, back, CHUNK, STREAMS, num_warps=4,
     )  # fmt: skip
     return kept
@@ -126,11 +126,11 @@ def convolve_tree(
     made = inputs(m.shape[:2], heads, m.device) if out is None else out
     if not launchable(m):
         return convolve_tree_twin(m, a, b, conv, slots, weights, heads, windows, made)
-    _check(m, weights, heads)
+    check(m, weights, heads)
     S, R, _ = m.shape
     _convolve_tree[(S * R, 2 * heads.keys + heads.values + 1)](
         m, a, b, conv, weights.taps, weights.A_log, weights.dt_bias, *made, slots, windows.depths, windows.ancestors,
-        R, _stride(m), _stride(a), _stride(b),
+        R, row_stride(m), row_stride(a), row_stride(b),
         *heads, power_of_two(heads.values), len(weights.taps), ROWS, EPS, EARLY, num_warps=1, launch_pdl=EARLY,
     )  # fmt: skip
     return made
@@ -154,7 +154,7 @@ def conv_commit(m: Tensor, conv: Tensor, slots: Tensor, path: Tensor, steps: Ten
     )
 
 
-def _stride(x: Tensor) -> int:
+def row_stride(x: Tensor) -> int:
     """Elements from one row of x [L, ...] or [S, R, ...] to the next. A lone row's is 0, whatever the tensor says of
     it: a kernel is compiled anew for strides that are no multiple of 16, and its sums may then have another order."""
     lead = x.shape[:-1]
@@ -164,13 +164,13 @@ def _stride(x: Tensor) -> int:
     return strides[-1][1] if strides else 0
 
 
-def _check(m: Tensor, weights: Weights, heads: Heads) -> None:
+def check(m: Tensor, weights: Weights, heads: Heads) -> None:
     if m.shape[-1] != heads.channels or weights.taps.shape[1] != heads.channels:
         raise ValueError(f"{heads} takes {heads.channels} channels, not {m.shape[-1]} and {weights.taps.shape[1]}")
     if any(d < 16 or d & (d - 1) for d in (heads.dk, heads.dv)):
         raise ValueError(f"the kernels take heads of a power of two of dimensions, 16 at least, not {heads}")
     # A kernel is compiled for the alignment it meets, and sums may be ordered by it: it must always be the same.
-    if m.data_ptr() % 16 or _stride(m) % 8:
+    if m.data_ptr() % 16 or row_stride(m) % 8:
         raise ValueError("the convolution takes rows that start at multiples of 16 bytes")
 
 
@@ -225,14 +225,20 @@ def _sum_squares(x: Tensor) -> Tensor:
 
 
 @jit
-def _silu(y):
+def silu(y):
     """float32 rows of the convolution: rounded to bf16, SiLU, rounded again, wide."""
     y = y.to(tl.bfloat16).to(tl.float32)
     return (y * tl.sigmoid(y)).to(tl.bfloat16).to(tl.float32)
 
 
 @jit
-def _gates(a, b, A_log, dt_bias, h, heads):
+def unit(y, EPS: tl.constexpr):
+    """float32 y [d] at length one."""
+    return y * tl.rsqrt(tl.sum(y * y, 0) + EPS)
+
+
+@jit
+def gates(a, b, A_log, dt_bias, h, heads):
     """g and β of gate inputs a, b [..., Hv]; h: which head each is."""
     x = a.to(tl.float32) + tl.load(dt_bias + h, mask=h < heads, other=0.0)
     softplus = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(0.0 - tl.abs(x)))
@@ -252,7 +258,7 @@ def _prompt_rows(m, conv, taps, row, local, there, past, m_stride, C, c, K: tl.c
         z = tl.load(conv + (K - 1 + source)[:, None] * C + c[None, :], mask=before, other=0.0)
         x = tl.where(here, x, z).to(tl.float32)
         y = tl.fma(x, tl.load(taps + j * C + c).to(tl.float32)[None, :], y)
-    return _silu(y)
+    return silu(y)
 
 
 @jit(do_not_specialize=["n"])
@@ -288,7 +294,7 @@ def _convolve(
         else:
             h = tl.arange(0, GATES)[None, :]
             mask = there[:, None] & (h < HV)
-            g, strength = _gates(
+            g, strength = gates(
                 tl.load(a + spot * a_stride + h, mask=mask, other=0.0),
                 tl.load(b + spot * b_stride + h, mask=mask, other=0.0),
                 A_log, dt_bias, h, HV,
@@ -335,7 +341,7 @@ def _window_rows(m, conv, taps, s, r, R, depth, path, m_stride, C, c, K: tl.cons
         z = tl.load(conv + (K - 1 + depth - up) * C + c, mask=(c >= 0) & (row < 0), other=0.0)
         x = tl.where(row >= 0, x, z).to(tl.float32)
         y = tl.fma(x, tl.load(taps + j * C + c).to(tl.float32), y)
-    return _silu(y)
+    return silu(y)
 
 
 @jit
@@ -371,7 +377,7 @@ def _convolve_tree(
     if column < 2 * HK:
         d = tl.arange(0, DK)
         y = _window_rows(m, conv, taps, s, r, R, depth, path, m_stride, C, column * DK + d, K)
-        y = y * tl.rsqrt(tl.sum(y * y, 0) + EPS)
+        y = unit(y, EPS)
         if column < HK:
             tl.store(q + (spot * HK + column) * DK + d, (y * DK**-0.5).to(tl.bfloat16))
         else:
@@ -383,7 +389,7 @@ def _convolve_tree(
         tl.store(v + (spot * HV + head) * DV + d, y.to(tl.bfloat16))
     else:
         h = tl.arange(0, GATES)
-        g, strength = _gates(
+        g, strength = gates(
             tl.load(a + spot * a_stride + h, mask=h < HV, other=0.0),
             tl.load(b + spot * b_stride + h, mask=h < HV, other=0.0),
             A_log, dt_bias, h, HV,

@@ -10,7 +10,7 @@ With G the running sum of g in the chunk and D_ij = e^(G_i - G_j) for j <= i:
     V = U - W S,  o = e^G (q S) + (q kᵀ ⊙ D) V,  S ← e^(G_last) S + kᵀ (e^(G_last - G) V)
 
 Window rows come one step each, from the state of the row they follow. Only u is written down: the state after any path
-is the start state with the path's updates applied again, by the very same operations (`_step`), so a restart at a
+is the start state with the path's updates applied again, by the very same operations (`after_row`), so a restart at a
 branch and the commit give the bits of a chain.
 """
 
@@ -143,7 +143,7 @@ def _chunk(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) 
 def _launch_chunks(x: Inputs, states: Tensor, prompts: Prompts, o: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     heads = (x.k.shape[-2], *states.shape[1:])
     _, hv, dk, dv = heads
-    _aligned(*x[:3], states, o)
+    check_aligned(*x[:3], states, o)
     one = (prompts.chunks, hv, CHUNK)
     new = {"device": x.q.device, "dtype": torch.float32}
     G, T = torch.empty(one, **new), torch.empty(*one, CHUNK, **new)
@@ -168,7 +168,7 @@ CHUNK_COLUMNS, MANY = 32, 40
 """Value columns of a program of `_scan`; twice as many from so many heads on, when half the programs fill a GPU."""
 
 
-def _aligned(*tensors: Tensor) -> None:
+def check_aligned(*tensors: Tensor) -> None:
     """A kernel is compiled for the alignment it meets, and sums may be ordered by it: it must always be the same."""
     for x in tensors:
         if x.data_ptr() % 16 or not x.is_contiguous():
@@ -376,7 +376,7 @@ def _scan(
 
 
 @jit
-def _step(S, k, u, decay):
+def after_row(S, k, u, decay):
     """S after a row of key k and update u, which come in S's dimensions: one rounded product, one fused multiply-add an
     element. Every way to a state goes through here."""
     return tl.fma(tl.broadcast_to(k, S.shape), tl.broadcast_to(u, S.shape), S * decay)
@@ -387,7 +387,7 @@ def _launch_tree(
 ) -> tuple[Tensor, Tensor]:
     S, R, hk, dk = x.k.shape
     _, hv, _, dv = states.shape
-    _aligned(*x[:3], states, o, u)
+    check_aligned(*x[:3], states, o, u)
     columns = min(STEP_COLUMNS, dv)
     _tree[(dv // columns, hv, S)](
         *x, states, o, u, slots, *windows, R, int(moves), hk, hv, dk, dv, columns, LANES, ROWS, settled,
@@ -450,7 +450,7 @@ def _need(x):
 
 
 @jit
-def _put(to, x, row, head, e, HV: tl.constexpr, DV: tl.constexpr, LANES: tl.constexpr):
+def put(to, x, row, head, e, HV: tl.constexpr, DV: tl.constexpr, LANES: tl.constexpr):
     """x [32 / LANES, columns] to a row's columns e. LANES threads have each number; the first stores it."""
     at = ((row * HV + head) * DV + e)[:, None, :]
     shape: tl.constexpr = [x.shape[0], LANES, x.shape[1]]
@@ -491,8 +491,8 @@ def _tree(
     if SETTLED:
         wait_for_last(EARLY)
     for r in range(count, R):
-        _put(o, tl.zeros([GROUPS, WIDE], tl.bfloat16), line + r, head, e, HV, DV, LANES)
-        _put(u, tl.zeros([GROUPS, WIDE], tl.float32), line + r, head, e, HV, DV, LANES)
+        put(o, tl.zeros([GROUPS, WIDE], tl.bfloat16), line + r, head, e, HV, DV, LANES)
+        put(u, tl.zeros([GROUPS, WIDE], tl.float32), line + r, head, e, HV, DV, LANES)
     if count > 0:
         previous = -1
         r = tl.load(order + line)
@@ -508,7 +508,7 @@ def _tree(
                 depth = tl.load(depths + line + r)
                 for step in range(0, depth):
                     past = line + tl.load(ancestors + (line + r) * ROWS + depth - step)
-                    S = _step(
+                    S = after_row(
                         S,
                         _widened(_pairs(k, past, key_head, HK, DK, LANES))[:, :, :, None],
                         tl.load(u + (past * HV + head) * DV + e)[:, None, None, :],
@@ -519,9 +519,9 @@ def _tree(
             told = tl.sum(tl.sum(S * Q[:, :, :, None], 2), 1)
             update = tl.fma(seen, tl.broadcast_to(0.0 - faded, seen.shape), value.to(tl.float32)) * strength[:, None]
             overlap = tl.broadcast_to(tl.sum(tl.sum(K * Q, 2), 1)[:, None], seen.shape)
-            _put(u, update, line + r, head, e, HV, DV, LANES)
-            _put(o, tl.fma(update, overlap, told * faded).to(tl.bfloat16), line + r, head, e, HV, DV, LANES)
-            S = _step(S, K[:, :, :, None], update[:, None, None, :], faded[:, :, None, None])
+            put(u, update, line + r, head, e, HV, DV, LANES)
+            put(o, tl.fma(update, overlap, told * faded).to(tl.bfloat16), line + r, head, e, HV, DV, LANES)
+            S = after_row(S, K[:, :, :, None], update[:, None, None, :], faded[:, :, None, None])
             query, key, value, fade, strength, parent = _row(
                 q, k, v, decay, beta, ancestors, line + following, key_head, head, e, own, HK, HV, DK, DV, LANES, ROWS
             )
@@ -536,7 +536,7 @@ def _launch_commit(
 ) -> None:
     N, S, R, hk, dk = k.shape
     _, count, hv, _, dv = states.shape
-    _aligned(states, k, u)
+    check_aligned(states, k, u)
     columns = min(32, dv)
     _commit[(dv // columns, hv, N * S)](
         states, k, decay, u, slots, path, steps, S, R, count, hk, hv, dk, dv, columns, num_warps=4
@@ -559,7 +559,7 @@ def _commit(
         state = tl.load(at)
         for step in range(0, n):
             spot = item.to(tl.int64) * R + tl.load(path + s * R + step)
-            state = _step(
+            state = after_row(
                 state,
                 tl.load(k + (spot * HK + head // (HV // HK)) * DK + d).to(tl.float32)[:, None],
                 tl.load(u + (spot * HV + head) * DV + e)[None, :],

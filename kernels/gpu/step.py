@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .common import EARLY, jit, launchable, let_next_start, tl, wait_for_last
-from .conv import EPS, Heads, Weights, _check, _gates, _silu, _stride, convolve_tree_twin, inputs
-from .delta import LANES, STEP_COLUMNS, _aligned, _put, _step, delta_tree_twin
+from .conv import EPS, Heads, Weights, check, convolve_tree_twin, gates, inputs, row_stride, silu, unit
+from .delta import LANES, STEP_COLUMNS, after_row, check_aligned, delta_tree_twin, put
 from .packing import windows_twin
 
 STREAMS = 4
@@ -17,7 +17,7 @@ STREAMS = 4
 of their own."""
 
 
-def step(
+def delta_step(
     m: Tensor, a: Tensor, b: Tensor, conv: Tensor, states: Tensor, slots: Tensor, counts: Tensor, weights: Weights,
     heads: Heads,
 ) -> Tensor:  # fmt: skip
@@ -29,12 +29,12 @@ def step(
     o = torch.empty(S, heads.values, heads.dv, dtype=torch.bfloat16, device=m.device)
     if not launchable(m):
         return _twin(m, a, b, conv, states, slots, counts, weights, heads, o)
-    _check(m, weights, heads)
-    _aligned(states, o)
+    check(m, weights, heads)
+    check_aligned(states, o)
     columns = min(STEP_COLUMNS, heads.dv)
     _alone[(heads.dv // columns, heads.values, S)](
         m, a, b, conv, weights.taps, weights.A_log, weights.dt_bias, states, o, slots, counts,
-        _stride(m), _stride(a), _stride(b), *heads, len(weights.taps), columns, LANES, EPS, EARLY,
+        row_stride(m), row_stride(a), row_stride(b), *heads, len(weights.taps), columns, LANES, EPS, EARLY,
         num_warps=1, launch_pdl=EARLY,
     )  # fmt: skip
     return o
@@ -56,11 +56,6 @@ def _past(conv, taps, c, C: tl.constexpr, K: tl.constexpr):
         x = tl.load(conv + j * C + c).to(tl.float32)
         y = tl.fma(x, tl.load(taps + j * C + c).to(tl.float32), y)
     return y, tl.load(taps + (K - 1) * C + c).to(tl.float32)
-
-
-@jit
-def _unit(y, EPS: tl.constexpr):
-    return y * tl.rsqrt(tl.sum(y * y, 0) + EPS)
 
 
 @jit
@@ -101,10 +96,10 @@ def _alone(
     v, v_tap = _past(conv, taps, value_at, C, K)
     wait_for_last(EARLY)
     row = m + s * m_stride
-    q = _unit(_silu(tl.fma(tl.load(row + query_at).to(tl.float32), q_tap, q)), EPS)
-    k = _unit(_silu(tl.fma(tl.load(row + key_at).to(tl.float32), k_tap, k)), EPS)
-    value = _silu(tl.fma(tl.load(row + value_at).to(tl.float32), v_tap, v))
-    g, strength = _gates(tl.load(a + s * a_stride + head), tl.load(b + s * b_stride + head), A_log, dt_bias, head, HV)
+    q = unit(silu(tl.fma(tl.load(row + query_at).to(tl.float32), q_tap, q)), EPS)
+    k = unit(silu(tl.fma(tl.load(row + key_at).to(tl.float32), k_tap, k)), EPS)
+    value = silu(tl.fma(tl.load(row + value_at).to(tl.float32), v_tap, v))
+    g, strength = gates(tl.load(a + s * a_stride + head), tl.load(b + s * b_stride + head), A_log, dt_bias, head, HV)
     fade = tl.exp(g)
     Q = tl.reshape((q * DK**-0.5).to(tl.bfloat16).to(tl.float32), [1, LANES, KEYS])
     Key = tl.reshape(k.to(tl.bfloat16).to(tl.float32), [1, LANES, KEYS])
@@ -115,5 +110,5 @@ def _alone(
     update = tl.fma(seen, 0.0 - faded, value) * strength
     overlap = tl.sum(tl.sum(_beside(Key[:, :, :, None], S, EARLY) * Q[:, :, :, None], 2), 1)
     found = tl.where(count > 0, tl.fma(update, overlap, told * faded), 0.0)
-    _put(o, found.to(tl.bfloat16), s, head, e, HV, DV, LANES)
-    tl.store(at, _step(S, Key[:, :, :, None], update[:, None, None, :], fade), mask=count > 0)
+    put(o, found.to(tl.bfloat16), s, head, e, HV, DV, LANES)
+    tl.store(at, after_row(S, Key[:, :, :, None], update[:, None, None, :], fade), mask=count > 0)

@@ -139,7 +139,7 @@ def test_a_window_row_is_the_same_alone_in_a_chain_and_in_a_tree(name):
                 same(moved, now, f"stream {s}, row {row} of {path}, moved at once")
                 stepped = before.clone()
                 torch.cuda.synchronize()  # what is not written in a round is read early
-                out = step.step(*(x[:, 0] for x in one), running, stepped, slot, tensor(1), weights, heads)
+                out = step.delta_step(*(x[:, 0] for x in one), running, stepped, slot, tensor(1), weights, heads)
                 same(out[0], o[s, row], f"stream {s}, row {row} of {path}, in one kernel")
                 same(stepped, now, f"stream {s}, row {row} of {path}, moved in one kernel")
                 conv.conv_commit(one[0][None], running[None], *walk)

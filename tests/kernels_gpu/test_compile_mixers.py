@@ -130,7 +130,7 @@ def test_window_rows_of_gated_deltanet(name):
     # A step's threads pass nothing on through memory, and twelve programs share a multiprocessor where there are many.
     assert tree.shared == 0 and tree.registers <= 168
     flat, counts = [part[:, 0] for part in (m, a, b)], meta(S, dtype=i32)
-    alone = checked(lambda: step.step(*flat, past, states, slots, counts, weights, heads), step)["_alone"]
+    alone = checked(lambda: step.delta_step(*flat, past, states, slots, counts, weights, heads), step)["_alone"]
     # Its sums over keys have the order of the tree's, a thread's own keys and then those of eight threads, and lengths
     # are summed as the convolution's own kernel does.
     lengths = [

@@ -18,7 +18,7 @@ def test_a_row_is_what_the_convolution_and_the_rule_give_apart():
     apart, told = states.clone(), states.clone()
     x = conv.convolve_tree(*(y[:, None] for y in (m, a, b)), past, slots, weights, HEADS, windows)
     o, _ = delta.delta_tree(x, apart, slots, windows, moves=True)
-    found = step.step(m, a, b, past, states, slots, counts, weights, HEADS)
+    found = step.delta_step(m, a, b, past, states, slots, counts, weights, HEADS)
     torch.testing.assert_close(found.float(), o[:, 0].float(), atol=1e-3, rtol=0.01)
     torch.testing.assert_close(states, apart, atol=1e-5, rtol=1e-5)
     assert not found[1].any() and torch.equal(states[:2], told[:2]) and not torch.equal(states[2], told[2])

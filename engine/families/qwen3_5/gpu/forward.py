@@ -159,7 +159,7 @@ class Forward:
                 m, z, b, alpha = y.split(self.sizes, -1)
                 # A row alone is walked; one that is not finite ends its stream, whose state then matters no more.
                 if R == 1 and S <= step.STREAMS:
-                    o = step.step(m, alpha, b, pool.conv[g], pool.S[g], slots, f["counts"], w.conv, space.heads)
+                    o = step.delta_step(m, alpha, b, pool.conv[g], pool.S[g], slots, f["counts"], w.conv, space.heads)
                 else:
                     m, b, alpha = (part.unflatten(0, (S, R)) for part in (m, b, alpha))
                     into = conv.Inputs(*(part[g] for part in inputs))
