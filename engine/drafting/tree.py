@@ -22,27 +22,38 @@ CHILDREN, NODES = 4, ROWS - 1
 
 def tree(lattice: Lattice, by: Draw) -> Draft:
     """The likeliest 15 nodes, at most four behind one: always the likeliest that is open is taken next. `by`: how the
-    target draws at the pending token's row. Raises ValueError for a lattice that makes no sense."""
-    chances = steps(lattice, by)
-    if not len(chances):
+    target draws at the pending token's row. Raises ValueError for a lattice that makes no sense.
+
+    Every stream's tree is made while the device waits: of the candidates behind a node, the next one opens when the one
+    before it is taken, for it is no likelier.
+    """
+    costs = -steps(lattice, by)
+    if not len(costs):
         return NOTHING
-    best = np.argsort(-chances, -1, kind="stable")[..., :CHILDREN]
-    ids, parents, gained = [], [], []
+    best = np.argsort(costs, -1, kind="stable")[..., :CHILDREN]
+    least = np.take_along_axis(costs, best, -1)
+    taken, parents, sums = [], [], []
     number, open_nodes = count(), []
 
-    def grow(row: int, place: int, behind: int, gain: float) -> None:
-        for one in best[place, behind] if place < len(chances) else ():
-            one_gain = gain + float(chances[place, behind, one])
-            heapq.heappush(open_nodes, (-one_gain, next(number), row, place, int(one)))
+    def grow(row: int, place: int, behind: int, cost: float) -> None:
+        """Open the first candidate behind a node."""
+        if place < len(best):
+            ones, own = best[place, behind].tolist(), least[place, behind].tolist()
+            heapq.heappush(open_nodes, (cost + own[0], next(number), row, place, ones, own, 0, cost))
 
     grow(0, 0, 0, 0.0)
-    while open_nodes and len(ids) < NODES:
-        cost, _, parent, place, one = heapq.heappop(open_nodes)
-        ids.append(int(lattice.ids[place, one]))
-        parents.append(parent)
-        gained.append(-cost)
-        grow(len(ids), place + 1, one, -cost)
-    return Draft(ids, parents, np.exp(gained).tolist(), "tree")
+    while open_nodes and len(taken) < NODES:
+        cost, _, row, place, ones, own, i, before = open_nodes[0]
+        taken.append((place, ones[i]))
+        parents.append(row)
+        sums.append(cost)
+        if i + 1 < len(ones):
+            following = (before + own[i + 1], next(number), row, place, ones, own, i + 1, before)
+            heapq.heapreplace(open_nodes, following)
+        else:
+            heapq.heappop(open_nodes)
+        grow(len(taken), place + 1, ones[i], cost)
+    return Draft(lattice.ids[tuple(zip(*taken))].tolist(), parents, np.exp(np.negative(sums)).tolist(), "tree")
 
 
 def block(lattice: Lattice, by: Draw) -> Draft:
@@ -58,17 +69,17 @@ def block(lattice: Lattice, by: Draw) -> Draft:
 
 
 def steps(lattice: Lattice, by: Draw) -> np.ndarray:
-    """float64 [places, K, K]: the log of each candidate's chance behind each one of the place before."""
+    """float32 [places, K, K]: the log of each candidate's chance behind each one of the place before."""
     places, k = lattice.ids.shape
     if lattice.logits.shape != (places, k) or lattice.edges.shape != (places, k, k):
         raise ValueError(f"a lattice of shapes {lattice.ids.shape}, {lattice.logits.shape}, {lattice.edges.shape}")
     if not (np.isfinite(lattice.logits).all() and np.isfinite(lattice.edges).all()):
         raise ValueError("a lattice with numbers that are not finite")
-    scores = lattice.logits[:, None].astype(np.float64) + EDGE * lattice.edges
+    scores = lattice.logits[:, None] + np.float32(EDGE) * lattice.edges
     s = by.sampling
     if places and not s.greedy:
         noise = gumbel(by.seed, by.position + np.arange(places)[:, None], lattice.ids)
-        scores = scores / max(s.temperature, COLDEST) + NOISE * noise[:, None]
-    scores /= SHARPNESS
+        scores = scores.astype(np.float64) / max(s.temperature, COLDEST) + NOISE * noise[:, None]
     scores -= scores.max(-1, keepdims=True, initial=-np.inf)
+    scores = (scores / SHARPNESS).astype(np.float32, copy=False)
     return scores - np.log(np.exp(scores).sum(-1, keepdims=True))
