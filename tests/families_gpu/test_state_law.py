@@ -144,6 +144,26 @@ def test_rounds_that_follow_before_tokens_are_known_are_those_that_follow_after(
     model.tap([])
 
 
+def test_a_round_under_way_outlasts_others(model):
+    """Another engine's on the same model, of the same bucket and of another."""
+    one, other = (Reply(cold(model, ids_of(rows))[1], rows, 5) for rows in (40, 70))
+    usual, beside = (Reply(cold(model, ids_of(rows))[1], rows, 5) for rows in (40, 70))
+    for _ in range(3):
+        rounds(model, [usual])
+    for _ in range(2):
+        rounds(model, [beside])
+    flight = model.launch_round(*map(list, zip(one.window())))
+    under_way = model.follow_round(flight)
+    one.ids += flight()[0].walk.ids
+    rounds(model, [other])
+    rounds(model, [other, Reply(model.new_state(), 0, 3)])
+    assert model.follow_round(under_way) is None
+    one.ids += under_way()[0].walk.ids
+    rounds(model, [one])
+    assert one.ids == usual.ids and other.ids == beside.ids
+    same(one.state.named(), usual.state.named())
+
+
 def test_a_pass_must_start_on_the_grain(model):
     state = cold(model, ids_of(70))[1]
     with pytest.raises(ValueError, match="multiple of 64"):

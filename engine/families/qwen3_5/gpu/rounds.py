@@ -4,6 +4,7 @@ then on is one launch between one copy in and one copy out; on a CPU it simply r
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -190,17 +191,24 @@ class Flight:
         self.states = [weakref.ref(state) for state in states]
         self._tapped: Tensor | None = None
         self._fetched = False
+        self._outcomes: list[Outcome] | None = None
 
     def fetch(self) -> None:
-        """Have what it gives brought, before another round is launched that writes over it."""
+        """Have what it gives brought, before the round behind it writes over it."""
         if not self._fetched:
             self._tapped, self._fetched = self.round.tapped(), True
             self.round.out.fetch()
 
+    def wait(self) -> list[Outcome]:
+        """What it gives: here before any round but the one behind it is launched."""
+        if self._outcomes is None:
+            self.fetch()
+            self.round.out.wait()
+            self._outcomes = self.round.outcomes(self.logits, self._tapped, self.draws)
+        return self._outcomes
+
     def __call__(self) -> list[Outcome]:
-        self.fetch()
-        self.round.out.wait()
-        outcomes = self.round.outcomes(self.logits, self._tapped, self.draws)
+        outcomes = self.wait()
         for reference, outcome in zip(self.states, outcomes):
             if (state := reference()) is not None:
                 state.rows += len(outcome.walk.rows)
@@ -251,6 +259,8 @@ class Rounds:
         self._taps: Tensor | None = None
         self.least = -(-4 // forward.t.kv_heads)
         """Rows in all for which every layer's part of what a round leaves starts at a multiple of 16 bytes."""
+        self._last: Callable[[], Flight | None] = lambda: None
+        """The flight that was launched last, while somebody has it."""
 
     def tap(self) -> None:
         """The forward's taps have changed."""
@@ -259,6 +269,8 @@ class Rounds:
     def launch(self, states: list[State], windows: list[Window], draws: list[Draw]) -> Flight:
         """Begin one round."""
         b = bucket(windows, draws, self.least)
+        if (last := self._last()) is not None:
+            last.wait()
         for state, window in zip(states, windows):
             state.reserve(state.rows + len(window.ids))
         fresh = b not in self._made
@@ -266,20 +278,25 @@ class Rounds:
         round.fill(states, windows, draws)
         round.into.send()
         round.launch()
-        return Flight(round, states, draws, self.forward.space.logits, fresh)
+        return self._launched(Flight(round, states, draws, self.forward.space.logits, fresh))
 
     def follow(self, flight: Flight) -> Flight | None:
         """Begin the round behind one of a row a stream, which has not landed: the same streams, each with the token
-        that it is about to get. None where what the round gives would then be lost, or a stream has ended."""
+        that it is about to get. None where what the round gives would then be lost, a stream has ended, or another
+        round was launched since."""
         states = [reference() for reference in flight.states]
         wanted = any(draw.sampling.logprobs for draw in flight.draws)
-        if flight.round.bucket.rows > 1 or wanted or None in states:
+        if flight.round.bucket.rows > 1 or wanted or None in states or self._last() is not flight:
             return None
         for state in states:
             state.reserve(state.rows + 2)
         flight.fetch()
         flight.round.launch()  # the one before has left in its arrays what this one is told
-        return Flight(flight.round, states, flight.draws, flight.logits)
+        return self._launched(Flight(flight.round, states, flight.draws, flight.logits))
+
+    def _launched(self, flight: Flight) -> Flight:
+        self._last = weakref.ref(flight)
+        return flight
 
     def _make(self, b: Bucket) -> Round:
         taps = None if self._taps is None else self._taps[: b.streams * b.rows]
