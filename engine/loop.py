@@ -22,6 +22,7 @@ from .cache.store import Store
 from .drafting.budget import Curve
 from .drafting.drafting import Drafting
 from .prefill import Rows, begin, later
+from .ranges import span
 from .rounds import Rounds
 from .scheduler import STREAMS, Scheduler
 from .settling import Reply, Settler
@@ -183,7 +184,8 @@ class Engine:
             return
         self.rounds.tell()  # rather than behind a pass
         try:
-            passed = self.model.prompt_passes([job.rows.part(rows) for job, rows in pack])
+            with span("prefill"):
+                passed = self.model.prompt_passes([job.rows.part(rows) for job, rows in pack])
         except Exception as error:
             if len(pack) == 1:
                 return self.fail(pack[0][0], error)
@@ -260,6 +262,7 @@ class Engine:
         except Exception as error:
             traceback.print_exception(error)
 
+    @span("first")
     def _first_tokens(self, job: Job, rows: Rows, logits) -> None:
         """Draw and deliver every stream's first token from the prompt's last row; then give the streams states.
 

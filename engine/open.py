@@ -20,6 +20,7 @@ from .checkpoint import Checkpoint, resolve
 from .drafting.budget import Curve
 from .loop import Engine
 from .prompt import Limits, Prompt, TextSide, build
+from .ranges import span
 from .settling import beginning
 
 PROBES = "a", "\n\nb"
@@ -70,6 +71,7 @@ class Opened:
         self._model, self._generation, self._config = model, checkpoint.generation, checkpoint.config
         self._size = drawable(model, text)
 
+    @span("prepare")
     def prepare(self, messages: list[protocol.Message], encoded: Mapping[str, bytes]) -> Prompt:
         """The prompt's rows. Raises Refusal naming what is wrong with the conversation or its images."""
         return build(messages, encoded, self.text, self._model, Limits())

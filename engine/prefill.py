@@ -15,6 +15,7 @@ from tfmagic import protocol
 from .cache.explain import explain
 from .cache.store import Kept, Store, marks
 from .drafting.drafting import Taps
+from .ranges import span
 from .stream import Job
 
 Part = tuple[Any, list[int], dict, Any, list[int]]
@@ -81,6 +82,7 @@ def begin(
     job.rows = rows
 
 
+@span("tower")
 def encoded(model: Any, images: list[Any]) -> dict[int, Any]:
     """First row -> feature rows of some images: by one run of the tower where the model can, which changes no bit."""
     patches, grids = [image.patches for image in images], [image.grid for image in images]
@@ -88,6 +90,7 @@ def encoded(model: Any, images: list[Any]) -> dict[int, Any]:
     return {image.start: rows for image, rows in zip(images, found)}
 
 
+@span("restore")
 def restore(model: Any, store: Store, kept: Kept | None, key: list[int]):
     """(state, cache source, note): a kept state's copy, or a new state where there is none or it fails."""
     if kept is None:

@@ -13,14 +13,15 @@ from tfmagic.run import Node, Round, Token
 
 from .drafting.draft import Draft, Outcome
 from .drafting.drafting import Drafting, Proposal
+from .ranges import span
 from .stream import Job, Stream
 
 Pair = tuple[Job, Stream]
 
 
 @dataclass
-class Flight:
-    """A round on its way."""
+class Pending:
+    """A round that is proposed, or under way."""
 
     pairs: list[Pair]
     proposal: Proposal
@@ -34,8 +35,8 @@ class Rounds:
     anything else is told.
 
     Where no stream will bring guesses to the next round, and the model can give it the tokens itself, that round begins
-    before they are here: the device then never waits for the host. A stream that they end computes a row more, which
-    nobody takes.
+    before they are here (overlapped or asynchronous scheduling, elsewhere): the device then never waits for the host. A
+    stream that they end computes a row more, which nobody takes.
     """
 
     def __init__(self, engine: Any, drafting: Drafting):
@@ -43,7 +44,7 @@ class Rounds:
         self.engine, self.drafting = engine, drafting
         self._launch, self._follow = (getattr(engine.model, f"{does}_round", None) for does in ("launch", "follow"))
         self._untold: list[tuple[Job, Callable[[], protocol.Event]]] = []
-        self._next: Flight | None = None
+        self._next: Pending | None = None
         """Under way, and nothing behind it."""
         self._landed: float | None = None
         """When the last round was here, by `time.perf_counter()`, if nothing but rounds has run since."""
@@ -52,100 +53,103 @@ class Rounds:
         """One round of every decoding stream."""
         pairs = self.engine.schedule.decoding()
         if pairs:
-            self._complete(self._next or self._proposed(pairs), pairs)
+            self._complete(self._next or self._proposed(pairs))
 
     def land(self) -> None:
         """Complete the round that is under way, if there is one, before anything else runs."""
         if self._next is not None:
-            self._complete(self._next, [])
+            self._complete(self._next)
         self._landed = None
 
-    def _proposed(self, pairs: list[Pair]) -> Flight:
+    @span("draft")
+    def _proposed(self, pairs: list[Pair]) -> Pending:
         waited_ms = since(self._landed) if self._follow and self._landed else 0.0
         began = time.perf_counter()
         proposal = self.drafting.propose([stream for _, stream in pairs], waited_ms)
-        return Flight(pairs, proposal, since(began))
+        return Pending(pairs, proposal, since(began))
 
-    def _complete(self, flight: Flight, pairs: list[Pair]) -> None:
-        """`pairs`: who decodes now. A pass that fails as a whole has moved no state and is run again a stream at a
-        time: who fails again, fails alone."""
+    def _complete(self, round: Pending) -> None:
+        """A pass that fails as a whole has moved no state and is run again a stream at a time: who fails again, fails
+        alone."""
         self._next = None
-        if not any(map(alive, flight.pairs)):
+        if not any(map(alive, round.pairs)):
             return
         try:
-            outcomes, parts = self._verify(flight, pairs)
+            outcomes, parts = self._verify(round)
         except Exception as error:
-            self._failed(flight, error)
+            self._failed(round, error)
         else:
-            streams, walks = [stream for _, stream in flight.pairs], [outcome.walk for outcome in outcomes]
-            fresh = getattr(flight.landing, "fresh", False)
-            self.drafting.learn(streams, flight.proposal, walks, None if fresh else sum(part or 0.0 for part in parts))
-            for i, (pair, outcome) in enumerate(zip(flight.pairs, outcomes)):
-                self._commit(*pair, flight.proposal.kept[i], outcome, self._times(flight, i, *parts))
-        for job in dict.fromkeys(job for job, _ in flight.pairs):
+            streams, walks = [stream for _, stream in round.pairs], [outcome.walk for outcome in outcomes]
+            fresh = getattr(round.landing, "fresh", False)
+            self.drafting.learn(streams, round.proposal, walks, None if fresh else sum(part or 0.0 for part in parts))
+            with span("commit"):
+                for i, (pair, outcome) in enumerate(zip(round.pairs, outcomes)):
+                    self._commit(*pair, round.proposal.kept[i], outcome, self._times(round, i, *parts))
+        for job in dict.fromkeys(job for job, _ in round.pairs):
             if job in self.engine.schedule.running:
                 self.engine.finish_streams(job)
         if self._next is not None and not any(map(alive, self._next.pairs)):
             self._next = None  # nobody waits for it
 
-    def _failed(self, flight: Flight, error: Exception) -> None:
+    def _failed(self, round: Pending, error: Exception) -> None:
         self._next = None
-        if len(flight.pairs) == 1:
-            return self.engine.fail(flight.pairs[0][0], error)
-        for pair, draft in zip(flight.pairs, flight.proposal.kept):
+        if len(round.pairs) == 1:
+            return self.engine.fail(round.pairs[0][0], error)
+        for pair, draft in zip(round.pairs, round.proposal.kept):
             if alive(pair):
                 self._alone(pair, draft)
 
     def _alone(self, pair: Pair, draft: Draft) -> None:
         try:
-            (outcome,), (verify, commit) = self._verify(Flight([pair], Proposal.of([draft])), [])
+            (outcome,), (verify, commit) = self._verify(Pending([pair], Proposal.of([draft])))
         except Exception as error:
             self.engine.fail(pair[0], error)
         else:
             self._commit(*pair, draft, outcome, {"verify_ms": verify, "commit_ms": commit})
 
-    def _verify(self, flight: Flight, pairs: list[Pair]) -> tuple[list[Outcome], tuple[float, float | None]]:
+    @span("verify")
+    def _verify(self, round: Pending) -> tuple[list[Outcome], tuple[float, float | None]]:
         """What every window gave, and the milliseconds of the pass and of moving the states (None: not told)."""
         if self._launch is None:
             self.tell()
         began = time.perf_counter()
-        if flight.landing is None:
-            flight.landing = self._launched(flight)
+        if round.landing is None:
+            round.landing = self._launched(round)
         else:
             began = self._landed or began  # from then on it had the device
-        self._next = self._following(flight, pairs)
+        self._next = self._following(round)
         self.tell()  # while the device is busy
-        outcomes = flight.landing()
+        outcomes = round.landing()
         self._landed = time.perf_counter()
         whole, commit = 1e3 * (self._landed - began), getattr(self.engine.model, "commit_ms", None)
         return outcomes, (whole - (commit or 0.0), commit)
 
-    def _launched(self, flight: Flight) -> Callable[[], list[Outcome]]:
-        streams = [stream for _, stream in flight.pairs]
-        windows = [draft.window(stream.ids[-1]) for stream, draft in zip(streams, flight.proposal.kept)]
+    def _launched(self, round: Pending) -> Callable[[], list[Outcome]]:
+        streams = [stream for _, stream in round.pairs]
+        windows = [draft.window(stream.ids[-1]) for stream, draft in zip(streams, round.proposal.kept)]
         told = [stream.state for stream in streams], windows, [stream.draws() for stream in streams]
         return partial(self.engine.model.round, *told) if self._launch is None else self._launch(*told)
 
-    def _following(self, flight: Flight, pairs: list[Pair]) -> Flight | None:
+    def _following(self, round: Pending) -> Pending | None:
         """The round behind, begun before this one's tokens are here; None where they decide who takes part in it, or
         with what, and where a prompt's next slice comes before it."""
-        streams = [stream for _, stream in pairs]
-        if self._follow is None or flight.pairs != pairs or self.engine.schedule.prefilling():
+        streams, schedule = [stream for _, stream in round.pairs], self.engine.schedule
+        if self._follow is None or schedule.prefilling() or round.pairs != schedule.decoding():
             return None
         if any(stream.room < 2 for stream in streams) or not self.drafting.idle(streams):
             return None
         try:
-            landing = self._follow(flight.landing)
+            landing = self._follow(round.landing)
         except Exception:
             return None  # what is wrong is told where the round is begun as usual
-        return None if landing is None else Flight(pairs, self.drafting.rest(streams), landing=landing)
+        return None if landing is None else Pending(round.pairs, self.drafting.rest(streams), landing=landing)
 
     @staticmethod
-    def _times(flight: Flight, i: int, verify_ms: float, commit_ms: float | None) -> dict:
-        proposal, share = flight.proposal, flight.proposal.share
+    def _times(round: Pending, i: int, verify_ms: float, commit_ms: float | None) -> dict:
+        proposal, share = round.proposal, round.proposal.share
         return {
             "cut": proposal.cut(i),
-            "draft_ms": flight.draft_ms,
+            "draft_ms": round.draft_ms,
             "verify_ms": verify_ms,
             "commit_ms": commit_ms,
             "serial_ms": share.serial_ms,

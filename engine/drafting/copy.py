@@ -22,7 +22,7 @@ class Copier:
         """`ids`: the context, shared with the stream and read again at every call."""
         self.ids, self._indexed = ids, MATCH
         self._ends: dict[tuple[int, ...], int] = {}
-        self._starts: set[int] = set()
+        self._begun: set[int] = set()  # hashes, which take less memory
 
     def propose(self, limit: int) -> list[int]:
         """At most `limit` tokens that followed the latest earlier place of the context's last eight; may be empty.
@@ -40,20 +40,16 @@ class Copier:
         """Whether there may be something to propose behind the next token, whatever it is. Never wrongly False."""
         self._index()
         last = tuple(self.ids[-MATCH:])
-        return start(last[1:]) in self._starts or last[1:] == last[:-1]
+        return hash(last[1:]) in self._begun or last[1:] == last[:-1]
 
     def _index(self) -> None:
-        """Each eight tokens that something follows: where it follows, the latest place winning; and how they begin."""
+        """Each eight tokens that something follows: where it follows, the latest place winning; and the seven that they
+        begin with."""
         for end in range(self._indexed, len(self.ids)):
             eight = tuple(self.ids[end - MATCH : end])
             self._ends[eight] = end
-            self._starts.add(start(eight[:-1]))
+            self._begun.add(hash(eight[:-1]))
         self._indexed = max(self._indexed, len(self.ids))
-
-
-def start(ids: tuple[int, ...]) -> int:
-    """Stands for all tokens of a match but its last: a number, which takes less memory."""
-    return hash(ids)
 
 
 class Width:

@@ -137,15 +137,18 @@ class Drafting:
     def idle(self, streams: list[Any]) -> bool:
         """Whether the round behind the next is one without guesses, whatever tokens the next one gives: nobody may copy
         then, and the drafter is not asked."""
-        able = [i for i, stream in enumerate(streams) if stream.guesses.context is not None]
-        resting = (self._worths[crowd(len(streams)), alike].resting for alike in grouped(streams, able))
-        return all(resting) and not any(map(self._near, streams))
+        return all(worth.resting for worth in self._asked(streams)) and not any(map(self._near, streams))
 
     def rest(self, streams: list[Any]) -> Proposal:
         """What idle streams bring to that round."""
-        for alike in grouped(streams, [i for i, stream in enumerate(streams) if stream.guesses.context is not None]):
-            self._worths[crowd(len(streams)), alike].rests()
+        for worth in self._asked(streams):
+            worth.rests()
         return Proposal.of([NOTHING] * len(streams), self.curve)
+
+    def _asked(self, streams: list[Any]) -> list[Worth]:
+        """Of the streams that have a drafter to ask, each kind's."""
+        able = [i for i, stream in enumerate(streams) if stream.guesses.context is not None]
+        return [self._worths[crowd(len(streams)), alike] for alike in grouped(streams, able)]
 
     def learn(self, streams: list[Any], proposal: Proposal, walks: list[Walk], ms: float | None) -> None:
         """How the round went, which took `ms`; None: longer than others of its kind will."""

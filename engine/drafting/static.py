@@ -239,8 +239,7 @@ class Batch:
         f["owners"][:n] = np.where(order < waiting[:, None], slots[:, None], -1)
         self.into.send()
         self.launch()
-        self.out.fetch()
-        self.out.wait()
+        self.out.receive()
         for context in contexts:
             context.waiting = 0
         found = self.out.numpy

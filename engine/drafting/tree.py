@@ -33,6 +33,8 @@ def tree(lattice: Lattice, by: Draw) -> Draft:
     best = np.argsort(costs, -1, kind="stable")[..., :CHILDREN]
     least = np.take_along_axis(costs, best, -1)
     taken, parents, sums = [], [], []
+    # An open node: its cost, a number that no other has, its parent's row and its place; its parent's candidates, what
+    # each costs, and which of them it is; and the cost of its parent.
     number, open_nodes = count(), []
 
     def grow(row: int, place: int, behind: int, cost: float) -> None:

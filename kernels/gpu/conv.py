@@ -165,6 +165,7 @@ def row_stride(x: Tensor) -> int:
 
 
 def check(m: Tensor, weights: Weights, heads: Heads) -> None:
+    """Raises ValueError for what the kernels do not take: m [..., C] of other channels, heads of other dimensions."""
     if m.shape[-1] != heads.channels or weights.taps.shape[1] != heads.channels:
         raise ValueError(f"{heads} takes {heads.channels} channels, not {m.shape[-1]} and {weights.taps.shape[1]}")
     if any(d < 16 or d & (d - 1) for d in (heads.dk, heads.dv)):

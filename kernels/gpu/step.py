@@ -24,7 +24,7 @@ def delta_step(
     """The next row of each of S streams, walked whatever is drawn. m bf16 [S, C], a, b bf16 [S, Hv], of any stride a
     row; conv bf16 [slots, K - 1, C] is not moved; states float32 [slots, Hv, dk, dv] move; slots and counts int32 [S],
     a count of 0: no stream. No kernel that may still run writes conv, states, slots or counts. Returns o bf16 [S, Hv,
-    dv], zeros for no stream."""
+    dv], zeros for no stream. Raises ValueError for what `conv` or `delta`, whose formulas these are, do not take."""
     S = len(m)
     o = torch.empty(S, heads.values, heads.dv, dtype=torch.bfloat16, device=m.device)
     if not launchable(m):

@@ -33,17 +33,17 @@ def walk_twin(ids: Tensor, parents: Tensor, drawn: Tensor, counts: Tensor, path:
         walked[s] = len(rows)
 
 
-def advance(ids: Tensor, positions: Tensor, rows: Tensor, places: Tensor, drawn: Tensor) -> None:
-    """Of windows of one row, what the next round is told: all int32, ids, positions, places and drawn [S, 1], rows [S].
-    Each id becomes the token drawn behind it, and the others move on by one. Where none could be drawn it becomes 0:
-    that stream has ended."""
+def follow(ids: Tensor, positions: Tensor, rows: Tensor, places: Tensor, drawn: Tensor) -> None:
+    """Of windows of one row, what the round that follows is told: all int32, ids, positions, places and drawn [S, 1],
+    rows [S]. Each id becomes the token drawn behind it, and the others move on by one. Where none could be drawn it
+    becomes 0: that stream has ended."""
     if launchable(ids):
-        _advance[(len(rows),)](ids, positions, rows, places, drawn, num_warps=1)
+        _follow[(len(rows),)](ids, positions, rows, places, drawn, num_warps=1)
     else:
-        advance_twin(ids, positions, rows, places, drawn)
+        follow_twin(ids, positions, rows, places, drawn)
 
 
-def advance_twin(ids: Tensor, positions: Tensor, rows: Tensor, places: Tensor, drawn: Tensor) -> None:
+def follow_twin(ids: Tensor, positions: Tensor, rows: Tensor, places: Tensor, drawn: Tensor) -> None:
     ids.copy_(drawn.clamp_min(0))
     for x in (positions, rows, places):
         x += 1
@@ -72,7 +72,7 @@ def _walk(ids, parents, drawn, counts, path, walked, R: tl.constexpr, BLOCK: tl.
 
 
 @jit
-def _advance(ids, positions, rows, places, drawn):
+def _follow(ids, positions, rows, places, drawn):
     """A program a window."""
     s = tl.program_id(0)
     tl.store(ids + s, tl.maximum(tl.load(drawn + s), 0))

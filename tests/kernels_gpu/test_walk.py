@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tfmagic.kernels.gpu.walk import advance, advance_twin, walk, walk_twin
+from tfmagic.kernels.gpu.walk import follow, follow_twin, walk, walk_twin
 
 
 def test_walks_are_the_twins():
@@ -24,7 +24,7 @@ def test_the_next_round_has_the_tokens_drawn_one_place_on():
     lists = [[5], [6], [7]], [[40], [0], [9]], [50, 0, 9], [[51], [1], [10]]
     told = [torch.tensor(x, dtype=torch.int32) for x in lists]
     drawn, twin = torch.tensor([[8], [-1], [0]], dtype=torch.int32), [x.clone() for x in told]
-    advance(*told, drawn)
-    advance_twin(*twin, drawn)
+    follow(*told, drawn)
+    follow_twin(*twin, drawn)
     assert [x.flatten().tolist() for x in told] == [[8, 0, 0], [41, 1, 10], [51, 1, 10], [52, 2, 11]]
     assert all(map(torch.equal, told, twin))

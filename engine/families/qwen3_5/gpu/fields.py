@@ -16,7 +16,7 @@ class Fields:
 
     `host` and `device` give the arrays by name. `send` and `fetch` copy all of them, behind what was launched before
     and before what is launched next; `wait` waits until the last copy has crossed. Until then the host's arrays may
-    neither be written again nor read.
+    neither be written again nor read. `receive` fetches and waits.
     """
 
     def __init__(self, device: torch.device, **kinds: tuple[torch.dtype, tuple[int, ...]]):
@@ -47,6 +47,10 @@ class Fields:
     def wait(self) -> None:
         if self._crossed is not None:
             self._crossed.synchronize()
+
+    def receive(self) -> None:
+        self.fetch()
+        self.wait()
 
 
 def view(block: Tensor, at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -19,7 +19,7 @@ from tfmagic.kernels.gpu.norm import gated_rms, rms
 from tfmagic.kernels.gpu.packing import Prompts, windows
 from tfmagic.kernels.gpu.rope import gated, norm_rope_write, tables
 from tfmagic.kernels.gpu.sample import Rules, embed, sample
-from tfmagic.kernels.gpu.walk import advance, walk
+from tfmagic.kernels.gpu.walk import follow, walk
 
 from ..config import Text
 from .pool import Pool
@@ -183,7 +183,7 @@ class Forward:
         if R > 1:
             delta.delta_commit(pool.S, inputs.k, inputs.decay, u, *walked)
         else:
-            advance(*(f[name] for name in ("ids", "positions", "rows", "places")), out["drawn"])
+            follow(*(f[name] for name in ("ids", "positions", "rows", "places")), out["drawn"])
 
     def feed(self, x: Tensor, layer: Layer) -> Tensor:
         """x plus the gated MLP of its norm, in place."""

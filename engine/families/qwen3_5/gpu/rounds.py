@@ -242,8 +242,7 @@ class First:
         return self.drawn(n)
 
     def drawn(self, n: int) -> list[int]:
-        self.out.fetch()
-        self.out.wait()
+        self.out.receive()
         drawn = self.out.numpy["drawn"][:n].tolist()
         if min(drawn) < 0:
             raise FloatingPointError(NOT_FINITE)
