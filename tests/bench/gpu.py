@@ -4,7 +4,8 @@
                               [--folder DIR] [--device cuda:0]
 
 Parts: `decode` at 1, 4 and 16 streams; `drafts` at chosen rates of acceptance, and `copies`, against serial; `ttft`
-cold at 128, 1,024 and 8,192 rows; `again` the same prompt and 128 rows behind it; `images` four pictures and the turn
+cold at 128, 1,024 and 8,192 rows; `again` the same prompt and 128 rows behind it; `keeping` what it costs a turn that
+its states are kept; `images` four pictures and the turn
 behind them; `prefill` at 8,192 rows; `rounds` by streams and rows; `kernels`: where their time goes; `long` past 32k.
 
 A checkpoint of a size is drawn on the device, or with --folder written there and read. What is told stands in rows of
@@ -51,7 +52,7 @@ from .drafter import Made
 from .images import encoded, picture
 from .kernels import parts, table, total
 
-PARTS = ("decode", "copies", "drafts", "ttft", "again", "images", "prefill", "rounds", "kernels", "long")
+PARTS = ("decode", "copies", "drafts", "ttft", "again", "keeping", "images", "prefill", "rounds", "kernels", "long")
 QUICK = ("decode", "ttft", "again", "images", "prefill", "copies", "drafts")
 COLD = (128, 1024, 8192)
 LONG = 33_000
@@ -285,6 +286,20 @@ def again(b: Bench, o: argparse.Namespace) -> None:
         restored.append(b.run(ids, max_tokens=8))
     what = f"TTFT again, the same {rows} tokens from host memory"
     b.row(what, *told(restored), b.equal(what, *tokens_of([cold, *restored])))
+
+
+def keeping(b: Bench, o: argparse.Namespace) -> None:
+    """A cold turn that keeps its states against the same one that keeps none, from submitting to its last token."""
+    rows, took, said = b.within(*COLD)[-1], defaultdict(list), []
+    for arms in ((False, True), (True, False), (False, True)) * max(o.repeats, 2):
+        ids = b.ids(rows)
+        runs = {keeps: b.run(ids, cache=keeps, max_tokens=o.tokens) for keeps in arms}
+        for keeps, run in runs.items():
+            took[keeps].append(run.total_ms)
+        said.append(b.equal("keeping", *tokens_of([*runs.values()])))
+    kept, none = (statistics.median(took[keeps][2:]) for keeps in (True, False))  # the first two are not counted
+    what = f"a turn of {rows} rows and {o.tokens} tokens that keeps its states"
+    b.row(what, f"{kept / none:.4f} x one that does not", f"{kept:.1f} ms against {none:.1f}", said[-1])
 
 
 def images(b: Bench, o: argparse.Namespace) -> None:
