@@ -12,8 +12,8 @@ import torch
 
 @functools.cache
 def shown() -> bool:
-    """Whether there is a device whose profilers could show them."""
-    return torch.cuda.is_available()
+    """Whether there is a device whose profilers could show them, and a PyTorch that can tell those."""
+    return torch.cuda.is_available() and hasattr(torch._C, "_nvtx")
 
 
 @contextmanager
