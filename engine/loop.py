@@ -271,9 +271,8 @@ class Engine:
         request, state = job.request, rows.state
         streams = [Stream(i, request, self.piece) for i in range(request.streams)]
         drawn = self.model.draw(logits, [stream.draws() for stream in streams])
-        row = logits.cpu().numpy() if request.sampling.logprobs else None
-        for i, (stream, id) in enumerate(zip(streams, drawn)):
-            token = stream.take(id, row, "first")
+        for i, (stream, (id, likely)) in enumerate(zip(streams, drawn)):
+            token = stream.take(id, likely, "first")
             job.streams.append(stream)
             now, ttft = time.perf_counter(), {}
             if i == 0:

@@ -151,6 +151,8 @@ def open(
     progress("timing rounds")
     windows = getattr(family, "windows", ())
     curve = Curve.timed(family.time_round, windows) if hasattr(family, "time_round") else None
+    if budget and hasattr(family, "pin"):
+        family.pin(budget)
     progress("ready")
     engine = Engine(family, store, emit, lambda id: text.decode([id]), memory, drafter, curve)
     return Opened(checkpoint, family, device, engine, text, drafter)

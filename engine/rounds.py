@@ -164,7 +164,7 @@ class Rounds:
             if not outcome.walk.rows:
                 raise FloatingPointError(outcome.walk.error)
             self.drafting.read(stream, outcome.taps, len(stream.ids) - 1)
-            tokens = stream.accept(outcome.walk, outcome.logits)
+            tokens = stream.accept(outcome.walk, outcome.likely)
         except Exception as error:
             return self.engine.fail(job, error)
         times["ms"] = since(job.request.submitted)

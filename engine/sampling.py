@@ -17,7 +17,7 @@ from tfmagic.errors import Refusal
 from tfmagic.protocol import Params
 
 from .cache.key import whole
-from .drafting.draft import Walk, Window
+from .drafting.draft import Likely, Walk, Window
 
 COLDEST = 1e-6
 """Temperatures above zero are raised to at least this."""
@@ -123,13 +123,17 @@ def mixed(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def likeliest(row: np.ndarray, s: Sampling, chosen: int) -> tuple[float, list[tuple[int, float]]]:
-    """The log probability of `chosen`, and the likeliest `logprobs` as (id, log probability): before any cut."""
+def likeliest(row: np.ndarray, s: Sampling, drawn: int) -> Likely | None:
+    """Log probabilities of `drawn` and of the likeliest `s.logprobs` ids, of a logits row [V] float32; None where none
+    are asked for."""
+    if not s.logprobs:
+        return None
     x = row[: s.size].astype(np.float64)
     x = x - x.max()
     x = x - np.log(np.exp(x).sum())
-    order = np.lexsort((np.arange(len(x)), -x))[: s.logprobs]
-    return float(x[chosen]), [(int(id), float(x[id])) for id in order]
+    count = min(s.logprobs, len(x))
+    ids = np.flatnonzero(x >= np.partition(x, -count)[-count])
+    return Likely(float(x[drawn]), [(int(id), float(x[id])) for id in ids[np.lexsort((ids, -x[ids]))[:count]]])
 
 
 def derived_seed(key: Sequence[int]) -> int:

@@ -6,13 +6,11 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-
 from tfmagic.protocol import Token
 
-from .drafting.draft import Walk
+from .drafting.draft import Likely, Walk
 from .drafting.drafting import Guesses
-from .sampling import Draw, Sampling, likeliest
+from .sampling import Draw, Sampling
 
 Reason = Literal["stop", "length"]
 
@@ -90,18 +88,16 @@ class Stream:
         """How the next token is drawn, and those behind it."""
         return Draw(self.sampling, self.seed, len(self.ids))
 
-    def accept(self, walk: Walk, rows: np.ndarray | None) -> list[Token]:
-        """Take the tokens of a walk until the reply ends; `rows`: its logits rows [len(walk.ids), V], where log
-        probabilities are wanted."""
+    def accept(self, walk: Walk, likely: list[Likely | None]) -> list[Token]:
+        """Take the tokens of a walk until the reply ends; `likely`: what is told of each."""
         tokens: list[Token] = []
-        for i, id in enumerate(walk.ids):
-            made = "draft" if i < len(walk.ids) - 1 else "plain"
-            tokens.append(self.take(id, None if rows is None else rows[i], made))
+        for i, (id, told) in enumerate(zip(walk.ids, likely), 1):
+            tokens.append(self.take(id, told, "draft" if i < len(walk.ids) else "plain"))
             if self.finished:
                 break
         return tokens
 
-    def take(self, id: int, row: np.ndarray | None, made: Literal["first", "plain", "draft"]) -> Token:
+    def take(self, id: int, likely: Likely | None, made: Literal["first", "plain", "draft"]) -> Token:
         """Add a token; sets `finished` where the reply ends with it."""
         self.ids.append(id)
         self.room -= 1
@@ -113,9 +109,8 @@ class Stream:
         if self.finished and not stopped:
             self.end()
         token = Token(id, piece, made)
-        if self.sampling.logprobs and row is not None:
-            token.logprob, top = likeliest(row, self.sampling, id)
-            token.top = [(i, self._piece(i), value) for i, value in top]
+        if likely is not None:
+            token.logprob, token.top = likely.drawn, [(i, self._piece(i), value) for i, value in likely.top]
         return token
 
     def end(self) -> None:

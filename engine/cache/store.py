@@ -117,7 +117,7 @@ class Store:
         if self.disk is not None and (longer := self.disk.find(digests, key, above=kept.at if kept else 0)):
             kept = longer
             if self.budget:
-                self._add(digests[kept.at // self.grain - 1], kept, by=kept.label)
+                self._add(digests[: kept.at // self.grain], kept, by=kept.label)
         return kept
 
     def reach(self, key: Sequence[int]) -> int:
@@ -157,7 +157,7 @@ class Store:
                 kept = Kept(at, tuple(key[:at]), tensors, size(tensors, at), label=label, shared=at == shared)
                 kept.settled = 0 if settled is None else at - settled
                 if self.budget:
-                    self._add(digest, kept, own, by=label, must=at == last)
+                    self._add(digests[: at // self.grain], kept, own, by=label, must=at == last)
                 if self.disk is not None and at in (last, shared):
                     self.disk.offer(digest, kept)
         for digest in digests:  # what was used together ages together, the longest last
@@ -217,16 +217,19 @@ class Store:
 
     # Room --------------------------------------------------------------------------------------------
 
-    def _add(self, digest: bytes, kept: Kept, spared: Collection[bytes] = (), by: str = "", must: bool = True) -> None:
-        """`must`: rather evict what is `spared` than refuse."""
+    def _add(
+        self, names: list[bytes], kept: Kept, spared: Collection[bytes] = (), by: str = "", must: bool = True
+    ) -> None:
+        """`names`: of its prefixes, its own last; `must`: rather evict what is `spared` than refuse."""
         if not self._make_room(kept.bytes, spared, by) and not (must and self._make_room(kept.bytes, (), by)):
             self.counts.refused += 1
             return
+        digest = names[-1]
         self._kept[digest] = kept
         self.bytes += kept.bytes
         self.counts.kept += 1
         self._gone.pop(digest, None)
-        for prefix in prefixes(kept.key, self.grain):
+        for prefix in names:
             self._through.setdefault(prefix, {})[digest] = None
 
     def _make_room(self, size: int, spared: Collection[bytes], by: str) -> bool:

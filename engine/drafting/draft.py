@@ -69,12 +69,21 @@ class Walk(NamedTuple):
     """Why the walk ended early, such as numbers that are not finite; with no rows the stream cannot go on."""
 
 
+class Likely(NamedTuple):
+    """Log probabilities at one place, before any cut or temperature."""
+
+    drawn: float
+    """Of the token drawn there."""
+    top: list[tuple[int, float]]
+    """As many of the likeliest ids as were asked for, with theirs; the likeliest first, of equal ones the lower id."""
+
+
 class Outcome(NamedTuple):
     """What a stream's window gave."""
 
     walk: Walk
-    logits: Any = None
-    """numpy float32 [len(walk.rows), V], where log probabilities were asked for."""
+    likely: list[Likely | None]
+    """At every row walked; None where log probabilities were not asked for."""
     taps: Any = None
     """Tensor [len(walk.rows), taps · D], the tapped layers' rows along the walk, where the model is tapped."""
 

@@ -127,6 +127,12 @@ def _key(x):
 
 
 @jit
+def _float(key):
+    """The float32 that `_key` made this number of."""
+    return tl.where(key < 2147483648, -1 - key, key - 2147483648).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@jit
 def _mass(x, largest, temperature):
     """exp of what x, scaled, lies below the largest, in units of 2^-44; int64."""
     p = tl.exp(x.to(tl.float64) / temperature - largest.to(tl.float64) / temperature)
@@ -135,8 +141,7 @@ def _mass(x, largest, temperature):
 
 @jit
 def _mass_of_key(key, largest, temperature):
-    bits = tl.where(key < 2147483648, -1 - key, key - 2147483648).to(tl.int32)
-    return _mass(bits.to(tl.float32, bitcast=True), largest, temperature)
+    return _mass(_float(key), largest, temperature)
 
 
 @jit

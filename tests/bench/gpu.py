@@ -3,10 +3,10 @@
     python -m tests.bench.gpu --model 4b|9b|27b|tiny|FOLDER [--bits 4|8|16] [--kv bf16|fp8] [--parts decode,ttft,...]
                               [--folder DIR] [--device cuda:0]
 
-Parts: `decode` at 1, 4 and 16 streams; `drafts` at chosen rates of acceptance, and `copies`, against serial; `ttft`
-cold at 128, 1,024 and 8,192 rows; `again` the same prompt and 128 rows behind it; `keeping` what it costs a turn that
-its states are kept; `images` four pictures and the turn
-behind them; `prefill` at 8,192 rows; `rounds` by streams and rows; `kernels`: where their time goes; `long` past 32k.
+Parts: `decode` at 1, 4 and 16 streams, and `logprobs` beside none; `drafts` at chosen rates of acceptance, `copies`
+against serial; `ttft` cold at 128, 1,024 and 8,192 rows; `again` the same prompt and 128 rows behind it; `keeping` what
+it costs a turn that its states are kept; `images` four pictures and the turn behind them; `prefill` at 8,192 rows;
+`rounds` by streams and rows; `kernels`: where their time goes; `long` past 32k.
 
 A checkpoint of a size is drawn on the device, or with --folder written there and read. What is told stands in rows of
 one table: the model, what was measured, the median, and what it is made of. Arms of a ratio run A-B-B-A. Tokens of
@@ -52,7 +52,10 @@ from .drafter import Made
 from .images import encoded, picture
 from .kernels import parts, table, total
 
-PARTS = ("decode", "copies", "drafts", "ttft", "again", "keeping", "images", "prefill", "rounds", "kernels", "long")
+PARTS = (
+    *("decode", "logprobs", "copies", "drafts", "ttft", "again", "keeping", "images", "prefill"),
+    *("rounds", "kernels", "long"),
+)
 QUICK = ("decode", "ttft", "again", "images", "prefill", "copies", "drafts")
 COLD = (128, 1024, 8192)
 LONG = 33_000
@@ -186,6 +189,19 @@ def decode(b: Bench, o: argparse.Namespace) -> None:
             f"weights {used / 1e12:.2f} TB/s = {100 * used / b.copy:.1f} % of the copy",
             "beside alone: " + b.equal(what, solo[:streams], *alone), "arms: " + b.equal(what, *said[streams]),
         )  # fmt: skip
+
+
+def logprobs(b: Bench, o: argparse.Namespace) -> None:
+    """Streams that ask for the 20 likeliest tokens of every place against streams that ask for none."""
+    prompts = [b.ids(64) for _ in range(16)]
+    for streams in STREAMS:
+        rates, said, what = defaultdict(list), [], f"decode, {several(streams)}, the 20 likeliest tokens"
+        for arm in (20, 0, *(20, 0, 0, 20) * o.repeats):  # the first of both are not counted
+            runs = [b.submit(ids, cache=False, max_tokens=o.tokens, logprobs=arm) for ids in prompts[:streams]]
+            rates[arm].append(speed(b, runs)[0])
+            said.append(tokens_of(runs))
+        asked, none = (statistics.median(rates[arm][1:]) for arm in (20, 0))
+        b.row(what, f"{asked / none:.3f} x none", f"{asked:.1f} against {none:.1f} tok/s", b.equal(what, *said))
 
 
 def copies(b: Bench, o: argparse.Namespace) -> None:
@@ -398,6 +414,9 @@ def opened(b: Bench, o: argparse.Namespace, place: Path) -> None:
         b.opened = opening.open(str(place), o.device, settings, b.take, progress)
     b.run(b.ids(100), max_tokens=4)
     progress("the first reply")
+    if (pinned := b.opened._model.pool.pinned) is not None:
+        pinned.grown.wait()
+        progress(f"{pinned.size / 2**30:g} GiB of host memory are pinned")
     gc.collect()
     gc.freeze()  # as the resident engine does
 

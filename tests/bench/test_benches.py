@@ -69,13 +69,14 @@ def test_a_chosen_part_of_the_guesses_is_right(rate):
 def test_the_bench_of_a_gpu_runs_on_a_cpu():
     command = [
         *(sys.executable, "-m", "tests.bench.gpu", "--model", "tiny", "--bits", "4", "--kv", "fp8", "--device", "cpu"),
-        *("--tokens", "4", "--repeats", "1", "--rates", "0,0.9", "--parts", "ttft,again,keeping,prefill,copies,drafts"),
+        *("--tokens", "4", "--repeats", "1", "--rates", "0,0.9"),
+        *("--parts", "ttft,again,keeping,prefill,copies,drafts,logprobs"),
     ]
     done = subprocess.run(command, cwd=suite.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     rows = [line for line in done.stdout.splitlines() if line.startswith("| tiny, 4 bits, kv fp8 | ")]
     ttft, drafts = ("TTFT cold, 1024 tokens", "1024 kept + 128 new"), ("copying", "16 streams, 90 % right")
-    for what in (*ttft, "keeps its states", "prefill", *drafts):
+    for what in (*ttft, "keeps its states", "prefill", "likeliest", *drafts):
         assert any(what in row for row in rows), what
     assert all(row.count("|") == 5 for row in rows) and "OTHER TOKENS" not in done.stdout
 

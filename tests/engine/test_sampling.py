@@ -98,6 +98,7 @@ def test_numbers_that_are_not_finite_are_an_error():
 
 
 def test_log_probabilities_are_of_the_row_itself():
+    assert likeliest(row(0.1, 0.6, 0.3), SEEDED, 0) is None
     chosen, top = likeliest(np.log(row(0.1, 0.6, 0.3)), replace(SEEDED, size=3, logprobs=2), 0)
     assert np.isclose(chosen, np.log(0.1)) and [id for id, _ in top] == [1, 2] and np.isclose(top[0][1], np.log(0.6))
 

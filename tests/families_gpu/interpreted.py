@@ -36,7 +36,10 @@ def passes(folder: Path, kv: str) -> dict[str, torch.Tensor]:
     by = replace(GREEDY, size=5000, logprobs=1)
     windows = [Window([5, 6, 7, 8], [-1, 0, 0, 1]), Window([9], [-1])]
     outcomes = model.round([one, two], windows, [Draw(by, 1, 71), Draw(by, 1, 6)])
-    found |= {f"round {i}": torch.tensor(outcome.logits) for i, outcome in enumerate(outcomes)}
+    rows = {"round 0": outcomes[0].walk.rows, "round 1": [4]}
+    found |= {name: model.text.space.logits[own].clone() for name, own in rows.items()}
+    for i, outcome in enumerate(outcomes):
+        found[f"round {i}: logprobs"] = torch.tensor([one.drawn for one in outcome.likely])
     found |= {name: x.clone() for state in (one,) for name, x in state.named().items()}
     found["tower"] = model.tower(torch.randn(16, 1536, generator=torch.Generator().manual_seed(1)), (1, 4, 4))
     return found

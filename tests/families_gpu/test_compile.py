@@ -15,7 +15,7 @@ from tfmagic.engine.checkpoint import Checkpoint, resolve
 from tfmagic.engine.families.qwen3_5 import config as configs
 from tfmagic.engine.families.qwen3_5.gpu.forward import Forward, Places
 from tfmagic.engine.families.qwen3_5.gpu.pool import Plan, Pool
-from tfmagic.engine.families.qwen3_5.gpu.rounds import fields
+from tfmagic.engine.families.qwen3_5.gpu.rounds import fields, probabilities
 from tfmagic.engine.families.qwen3_5.gpu.weights import Attention, Delta, Layer, TextWeights
 from tfmagic.kernels.gpu import (
     affine,
@@ -23,6 +23,7 @@ from tfmagic.kernels.gpu import (
     conv,
     delta,
     linear,
+    logprobs,
     norm,
     packing,
     pages,
@@ -37,7 +38,7 @@ from tfmagic.kernels.gpu.packing import Prompts
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(INTERPRETED, reason="what is interpreted cannot be compiled")]
 META = torch.device("meta")
-MODULES = affine, attention, conv, delta, linear, norm, packing, pages, rope, sample, step, turn, walk
+MODULES = affine, attention, conv, delta, linear, logprobs, norm, packing, pages, rope, sample, step, turn, walk
 
 
 def meta(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:
@@ -80,10 +81,12 @@ def built(found: list) -> int:
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
 def test_a_round(kv):
     forward, found = model(kv), []
-    for streams, rows, greedy in ((1, 1, True), (4, 8, True), (16, 16, False)):
+    for streams, rows, greedy, more in ((1, 1, True, True), (4, 8, True, False), (16, 16, False, True)):
         f = {name: meta(*shape, dtype=dtype) for name, (dtype, shape) in fields(streams, rows).items()}
         out = {name: meta(streams, rows, dtype=torch.int32) for name in ("drawn", "path")}
         out["walked"] = meta(streams, dtype=torch.int32)
+        for name, (dtype, shape) in probabilities((streams, rows)).items() if more else ():
+            out[name] = meta(*shape, dtype=dtype)
         found += launches(partial(forward.round, f, out, None, 248_000, greedy), *MODULES)
     assert built(found) > 30
 

@@ -12,7 +12,7 @@ import torch
 
 from tfmagic.engine.families.qwen3_5.gpu.fields import Fields
 from tfmagic.engine.families.qwen3_5.gpu.graphs import Graphs
-from tfmagic.engine.sampling import Draw, draw
+from tfmagic.engine.sampling import Draw, draw, likeliest
 
 from ..families.conftest import straight
 from .conftest import GREEDY, SEEDED, Reply, cold, ids_of, rounds, same
@@ -246,7 +246,13 @@ def test_a_row_that_is_not_finite_ends_its_own_stream_alone(tiny, monkeypatch):
     assert sound.walk.error is None and replies[1].ids == expected.ids
 
 
-def test_logits_and_taps_come_of_the_rows_walked(tiny):
+def alike(found, said) -> None:
+    """Log probabilities of a device and of the host, which adds up in another order."""
+    (ids, values), (same, expected) = zip(*found.top), zip(*said.top)
+    assert ids == same and np.allclose([found.drawn, *values], [said.drawn, *expected], rtol=0, atol=1e-12)
+
+
+def test_log_probabilities_and_taps_come_of_the_rows_walked(tiny):
     row, state, _ = cold(tiny, ids_of(40))
     ahead = Reply(state.fork(), 40, int(row.argmax()))
     for _ in range(3):
@@ -255,14 +261,21 @@ def test_logits_and_taps_come_of_the_rows_walked(tiny):
     draft = [(right[0] + 1) % 240, right[0], right[1]], [0, 0, 2]
     tiny.tap([1, 3])
     try:
-        asked = Reply(state.fork(), 40, ahead.ids[0], replace(GREEDY, logprobs=1))
-        outcome = rounds(tiny, [asked], [draft])[0]
-        one = Reply(state, 40, ahead.ids[0], replace(GREEDY, logprobs=1))
-        alone = [rounds(tiny, [one])[0] for _ in range(3)]
+        asked = Reply(state.fork(), 40, ahead.ids[0], replace(GREEDY, logprobs=5))
+        others = [Reply(state.fork(), 40, ahead.ids[0], replace(GREEDY, logprobs=20)), Reply(state.fork(), 40, 3)]
+        outcome, more, none = rounds(tiny, [asked, *others], [draft] * 3)
+        one, rows = Reply(state, 40, ahead.ids[0], replace(GREEDY, logprobs=5)), []
+        alone = []
+        for _ in range(3):
+            alone += rounds(tiny, [one])
+            rows.append(tiny.text.space.logits[0].numpy().copy())
     finally:
         tiny.tap([])
     assert outcome.walk.rows == [0, 2, 3] and outcome.walk.ids == right
-    assert np.array_equal(outcome.logits, np.concatenate([o.logits for o in alone]))
+    assert outcome.likely == [o.likely[0] for o in alone] and none.likely == [None] * len(none.walk.rows)
+    assert [(one.drawn, one.top) for one in outcome.likely] == [(one.drawn, one.top[:5]) for one in more.likely]
+    for found, row, id in zip(outcome.likely, rows, right):
+        alike(found, likeliest(row, replace(GREEDY, logprobs=5), id))
     assert torch.equal(outcome.taps, torch.cat([o.taps for o in alone])) and outcome.taps.shape == (3, 128)
 
 
@@ -289,8 +302,14 @@ def test_first_tokens_are_drawn_as_the_host_draws(tiny):
     logits, _, _ = cold(tiny, ids_of(70))
     hot = [replace(SEEDED, top_k=k, top_p=p, min_p=m) for k, p, m in ((0, 1.0, 0.0), (5, 0.9, 0.0), (0, 0.8, 0.1))]
     draws = [Draw(by, seed, 70) for by in (GREEDY, *hot) for seed in (3, 2**63 - 1)]
-    assert tiny.draw(logits, draws) == [draw(logits.numpy(), *by) for by in draws]
-    assert tiny.draw(logits, draws[:1] * 3) == [int(logits[: GREEDY.size].argmax())] * 3
+    assert tiny.draw(logits, draws) == [(draw(logits.numpy(), *by), None) for by in draws]
+    assert tiny.draw(logits, draws[:1] * 3) == [(int(logits[: GREEDY.size].argmax()), None)] * 3
+    asked = [Draw(replace(by.sampling, logprobs=i), *by[1:]) for i, by in enumerate(draws)]
+    for (id, found), by in zip(tiny.draw(logits, asked), asked):
+        said = likeliest(logits.numpy(), by.sampling, id)
+        assert id == draw(logits.numpy(), *by) and (found is None) == (said is None)
+        if said is not None:
+            alike(found, said)
     logits[5] = float("nan")
     with pytest.raises(FloatingPointError, match="not finite"):
         tiny.draw(logits, draws)

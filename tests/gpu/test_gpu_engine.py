@@ -16,6 +16,7 @@ import torch
 from tfmagic.engine import families
 from tfmagic.engine.cache.segments import memory
 from tfmagic.engine.checkpoint import Checkpoint, resolve
+from tfmagic.engine.families.qwen3_5.gpu.pinned import pinned
 from tfmagic.engine.prompt import PreparedImage
 
 from ..engine.conftest import GREEDY, SEEDED, Bench, text_prompt
@@ -34,7 +35,10 @@ def load(kv: str = "bf16", device: str = "cuda:0"):
 
 @pytest.fixture(scope="module", params=["bf16", "fp8"])
 def model(request):
-    return load(request.param)
+    made = load(request.param)
+    made.pin(1 << 26)
+    assert made.pool.pinned.grown.wait(60)
+    return made
 
 
 def alike(found: dict, expected: dict, *facts) -> None:
@@ -57,9 +61,10 @@ def of_passes(model) -> dict[str, torch.Tensor]:
     found["the prompt's logits"], state, kept = cold(model, ids, [64])
     found |= {f"row 64: {name}": x for name, x in kept[64].items()}
     found |= {f"row 200: {name}": x for name, x in state.named().items()}
-    reply = Reply(state, 200, 7, replace(GREEDY, size=4000, logprobs=1))
+    reply = Reply(state, 200, 7, replace(GREEDY, size=4000))
     for name, draft in (("a tree", ([1, 2, 3], [0, 0, 1])), ("behind it", ([], []))):
-        found[f"{name}: logits"] = torch.tensor(rounds(model, [reply], [draft])[0].logits[:1])
+        rounds(model, [reply], [draft])
+        found[f"{name}: logits"] = model.text.space.logits[:1].clone()
         reply.ids[-1] = 9
     return found | {f"after two rounds: {name}": x for name, x in reply.state.named().items()}
 
@@ -141,6 +146,35 @@ def test_resumed_is_cold(model, rows):
             again, _ = model.prompt_pass(pieces, ids[part], {}, straight(rows)[:, part], [])
         same(again, logits, f"logits, in pieces of {cut}")
         alike(pieces.named(), state.named(), f"in pieces of {cut}")
+
+
+def test_kept_states_lie_in_memory_that_was_pinned_before(model):
+    def kept():
+        return cold(model, ids_of(700), [64, 640])[2]
+
+    first, low = kept(), model.pool.pinned.address
+    places = [[x.data_ptr() for x in tensors.values()] for tensors in first.values()]
+    assert all(low <= place < low + model.pool.pinned.size for own in places for place in own)
+    assert all(x.is_pinned() for tensors in first.values() for x in tensors.values())
+    expected = {mark: dict(tensors.items()) for mark, tensors in first.items()}
+    expected = {mark: {name: x.clone() for name, x in tensors.items()} for mark, tensors in expected.items()}
+    del first
+    for _ in range(40):  # more than there is room for at a time
+        again = kept()
+        for mark, tensors in again.items():
+            alike(tensors, expected[mark], f"row {mark}")
+            assert all(low <= x.data_ptr() < low + model.pool.pinned.size for x in tensors.values())
+
+
+def test_pinned_memory_goes_with_its_pool():
+    pool = pinned(1 << 26, torch.device("cuda:0"))
+    assert pool.grown.wait(60)
+    x, away = pool.take((1 << 20,), torch.uint8), torch.arange(1 << 20, device="cuda").byte()
+    assert x.is_pinned() and x.copy_(away).equal(away.cpu())
+    del pool
+    gc.collect()
+    assert not x.is_pinned() and x.equal(away.cpu())  # whose memory stays for as long as it is held
+    torch.cuda.synchronize()
 
 
 def pictures_of() -> list[PreparedImage]:

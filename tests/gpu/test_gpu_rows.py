@@ -9,6 +9,7 @@ from tests.gpu.told import near, same
 from tfmagic.engine.sampling import Sampling, draw
 from tfmagic.kernels import rotary
 from tfmagic.kernels.gpu import norm, pages
+from tfmagic.kernels.gpu.logprobs import TOP, Logprobs, logprobs, logprobs_twin
 from tfmagic.kernels.gpu.rope import gated, norm_rope_write, norm_rope_write_twin, raw, tables
 from tfmagic.kernels.gpu.sample import Rules, embed, sample, sample_twin
 
@@ -144,6 +145,39 @@ def test_draws_are_the_hosts(vocabulary):
         same(sample(logits[8 : 8 + rows], part), drawn[8 : 8 + rows], f"{rows} rows")
     cold = rules._replace(temperature=torch.zeros_like(rules.temperature))
     same(sample(logits, cold, greedy=True), sample(logits, cold), "greedy")
+
+
+def likely_of(S, R):
+    shapes = ((S, R), torch.float64), ((S, R, TOP), torch.int32), ((S, R, TOP), torch.float64)
+    return Logprobs(*(torch.full(shape, 7, dtype=dtype, device="cuda") for shape, dtype in shapes))
+
+
+@pytest.mark.parametrize("vocabulary", [248320, 4096])
+def test_log_probabilities_are_the_twins(vocabulary):
+    S, R, size = 16, 4, vocabulary - 5
+    logits = 4 * random(S * R, vocabulary)
+    logits[10:30] = torch.round(logits[10:30])  # ties
+    logits[5, 40:900] = -torch.inf
+    logits[:, size:] = 99
+    drawn = torch.randint(0, size, (S, R), dtype=torch.int32, device="cuda")
+    path = torch.stack([torch.randperm(R) for _ in range(S)]).int().cuda()
+    walked = (torch.arange(S, dtype=torch.int32) % (R + 1)).cuda()
+    found, twin = likely_of(S, R), likely_of(S, R)
+    logprobs(logits, drawn, path, walked, size, found)
+    logprobs_twin(logits, drawn, path, walked, size, twin)
+    same(found.top, twin.top, "ids")
+    for x, y in ((found.logprob, twin.logprob), (found.logprobs, twin.logprobs)):
+        near(x, y, 1e-14, 1e-12)
+    for s, steps in enumerate(walked.tolist()):
+        one, alone = slice(s, s + 1), likely_of(1, R)
+        logprobs(logits[R * s : R * s + R], drawn[one], path[one], walked[one], size, alone)
+        for i, row in enumerate(path[s, :steps].tolist()):
+            single = likely_of(1, 1)
+            told = drawn[one, row : row + 1].contiguous(), torch.zeros_like(path[:1, :1]), torch.ones_like(walked[:1])
+            logprobs(logits[R * s + row][None], *told, size, single)
+            for x, y, z in zip(found, alone, single):
+                same(y[0, i], x[s, i], f"window {s} alone")
+                same(z[0, 0], x[s, i], f"row {row} of window {s} alone")
 
 
 def test_a_graph_draws_the_same():

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tfmagic.errors import Refusal
 
-from ...drafting.draft import Outcome, Window, chain
-from ...sampling import Draw, draw, walk
+from ...drafting.draft import Likely, Outcome, Window, chain
+from ...sampling import Draw, draw, likeliest, walk
 from . import config, images, positions, state, tower, weights
 from .forward import Change, Forward
 from .state import State
@@ -130,11 +130,12 @@ class Model:
             raise ValueError(f"layers {layers} cannot be tapped in a model of {len(self.text.w.layers)}")
         self.text.taps = list(layers)
 
-    def draw(self, logits: Tensor, draws: list[Draw]) -> list[int]:
-        """The tokens that one row of logits, float32 [V], gives to streams that begin with it. Raises
-        FloatingPointError when the row is not finite."""
+    def draw(self, logits: Tensor, draws: list[Draw]) -> list[tuple[int, Likely | None]]:
+        """The tokens that one row of logits, float32 [V], gives to streams that begin with it, and log probabilities
+        where they are asked for. Raises FloatingPointError when the row is not finite."""
         row = logits.cpu().numpy()
-        return [draw(row, *by) for by in draws]
+        ids = [draw(row, *by) for by in draws]
+        return [(id, likeliest(row, by.sampling, id)) for id, by in zip(ids, draws)]
 
     @torch.inference_mode()
     def round(self, states: list[State], windows: list[Window], draws: list[Draw]) -> list[Outcome]:
@@ -145,8 +146,8 @@ class Model:
         for first, window, by in zip(firsts, windows, draws):
             walked = walk(rows[first : first + len(window.ids)], window, by)
             here = [first + row for row in walked.rows]
-            wanted = rows[here] if by.sampling.logprobs else None
-            outcomes.append(Outcome(walked, wanted, None if taps is None else taps[here]))
+            likely = [likeliest(rows[row], by.sampling, id) for row, id in zip(here, walked.ids)]
+            outcomes.append(Outcome(walked, likely, None if taps is None else taps[here]))
         began = time.perf_counter()
         self.text.commit(states, change, [outcome.walk.rows or [0] for outcome in outcomes])
         self.commit_ms = 1e3 * (time.perf_counter() - began)

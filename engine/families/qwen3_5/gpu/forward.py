@@ -15,6 +15,7 @@ from tfmagic.kernels import rotary
 from tfmagic.kernels.gpu import conv, delta, pages, step
 from tfmagic.kernels.gpu.attention import Partials, partials, prompt_attention, round_attention
 from tfmagic.kernels.gpu.linear import gate_up, linear, logits
+from tfmagic.kernels.gpu.logprobs import Logprobs, logprobs
 from tfmagic.kernels.gpu.norm import gated_rms, rms
 from tfmagic.kernels.gpu.packing import Prompts, windows
 from tfmagic.kernels.gpu.rope import gated, norm_rope_write, tables
@@ -176,6 +177,9 @@ class Forward:
         rules = Rules(*(f[name].view(-1) for name in names), size=size)
         sample(found, rules, out=out["drawn"].view(-1), greedy=greedy)
         walk(f["ids"], f["parents"], out["drawn"], f["counts"], out["path"], out["walked"])
+        if "logprobs" in out:
+            told = Logprobs(*(out[name] for name in Logprobs._fields))
+            logprobs(found, out["drawn"], out["path"], out["walked"], size, told)
         walked = slots, out["path"], out["walked"]
         pages.commit(keys, pool.keys, pool.table, slots, rows, *walked[1:])
         fed = projected.unflatten(1, (S, R))[..., : t.channels]

@@ -17,7 +17,7 @@ from tfmagic.kernels.gpu.linear import logits
 from tfmagic.kernels.gpu.packing import Prompts, prompts
 from tfmagic.kernels.gpu.sample import embed
 
-from ....drafting.draft import Outcome, Window
+from ....drafting.draft import Likely, Outcome, Window
 from ....sampling import Draw, Sampling
 from .. import config, images, positions
 from ..model import lay
@@ -26,6 +26,7 @@ from . import state, tower, weights
 from .fields import Fields
 from .forward import Forward, Kept, Places
 from .graphs import Graphs
+from .pinned import pinned
 from .plan import described, plan
 from .pool import KV, Plan, Pool, page_bytes, pages_for
 from .rounds import BUCKETS, First, Flight, Rounds
@@ -110,7 +111,6 @@ class Model:
             fix = "Use a smaller model, --kv-cache fp8, or free the device's memory."
             raise Refusal(f"{checkpoint.name} does not fit: {error}.", fix) from None
         self.pool = Pool(text, planned, self.device)
-        state.make_ready(self.pool)
         self.text = Forward(text, read, self.pool, self.device)
         self.graphs = Graphs(self.device)
         self.rounds, self.short = Rounds(self.text, self.graphs), Short(self.text, self.graphs)
@@ -126,6 +126,12 @@ class Model:
         self.size = size
         if self.device.type == "cuda":
             warm_up(self, size)
+
+    def pin(self, size: int) -> None:
+        """Make room in host memory, from now on and beside what runs, for kept states of `size` bytes."""
+        if self.device.type == "cuda":
+            # A state is copied before those that it takes the place of are gone, and pieces leave gaps.
+            self.pool.pinned = pinned(size + size // 8, self.device)
 
     def prepare(self, image) -> tuple[Tensor, tuple[int, int, int], int]:
         """An RGB picture's patches, grid and prompt rows."""
@@ -277,9 +283,9 @@ class Model:
         self.short.tap()
 
     @on_device
-    def draw(self, logits: Tensor, draws: list[Draw]) -> list[int]:
-        """The tokens that one row of logits, float32 [V], gives to streams that begin with it. Raises
-        FloatingPointError when the row is not finite."""
+    def draw(self, logits: Tensor, draws: list[Draw]) -> list[tuple[int, Likely | None]]:
+        """The tokens that one row of logits, float32 [V], gives to streams that begin with it, and log probabilities
+        where they are asked for. Raises FloatingPointError when the row is not finite."""
         return self.first.draw(logits, draws)
 
     @on_device

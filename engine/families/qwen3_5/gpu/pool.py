@@ -20,6 +20,7 @@ from tfmagic.kernels.gpu.pages import PAGE
 from tfmagic.kernels.gpu.pages import pages as paged
 
 from ..config import Text
+from .pinned import PinnedPool
 
 KV = {"bf16": 2, "fp8": 1}
 """What keys and values are held in, and bytes a number; fp8 with a float32 scale a row and head."""
@@ -82,6 +83,8 @@ class Pool:
         self.conv = torch.zeros(*slots, t.conv - 1, t.channels, dtype=torch.bfloat16, device=device)
         self.table = torch.zeros(plan.slots, plan.longest, dtype=torch.int32, device=device)
         self._slots, self._pages = list(range(plan.slots - 1, 0, -1)), list(range(plan.pages - 1, 0, -1))
+        self.pinned: PinnedPool | None = None
+        """Where states in host memory find their place without waiting, once it is made."""
         self._waiting: OrderedDict[int, Any] = OrderedDict()  # views on the device by id, the longest unused first
 
     @property
@@ -132,6 +135,11 @@ class Pool:
         for part in self.parts().values():
             raw(part)[:, page.index] = raw(part)[:, source.index]
         return page
+
+    def host(self, x: Tensor) -> Tensor:
+        """Pinned memory for a tensor."""
+        here = None if self.pinned is None else self.pinned.take(x.shape, x.dtype)
+        return torch.empty(x.shape, dtype=x.dtype, pin_memory=True) if here is None else here
 
     # States that wait on the device for the next turn --------------------------------------------------
 

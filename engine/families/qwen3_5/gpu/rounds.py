@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tfmagic.kernels.gpu.logprobs import TOP, Logprobs, logprobs
 from tfmagic.kernels.gpu.sample import Rules, sample
 
-from ....drafting.draft import Outcome, Walk, Window
+from ....drafting.draft import Likely, Outcome, Walk, Window
 from ....sampling import COLDEST, Draw, Sampling
 from .fields import Fields
 from .forward import ROWS, Forward
@@ -34,6 +35,8 @@ class Bucket(NamedTuple):
     """Ids at or beyond it are never drawn."""
     greedy: bool
     """Every stream of the round is."""
+    logprobs: bool = False
+    """Some stream of the round asks for them."""
 
 
 def bucket(windows: list[Window], draws: list[Draw], least: int = 1) -> Bucket:
@@ -46,7 +49,8 @@ def bucket(windows: list[Window], draws: list[Draw], least: int = 1) -> Bucket:
         raise ValueError("a round's streams draw from different numbers of ids")
     rows = next(b for b in BUCKETS if b >= rows)
     streams = next(b for b in BUCKETS if b >= streams and b * rows >= least)
-    return Bucket(streams, rows, sizes.pop(), all(draw.sampling.greedy for draw in draws))
+    greedy = all(draw.sampling.greedy for draw in draws)
+    return Bucket(streams, rows, sizes.pop(), greedy, any(draw.sampling.logprobs for draw in draws))
 
 
 Kinds = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -79,6 +83,12 @@ def drawing(rows: tuple[int, ...]) -> Kinds:
     }
 
 
+def probabilities(shape: tuple[int, int]) -> Kinds:
+    """What `Logprobs` holds of so many streams and rows."""
+    double, top = torch.float64, (*shape, TOP)
+    return dict(zip(Logprobs._fields, [(double, shape), (torch.int32, top), (double, top)]))
+
+
 def tell(f: dict[str, np.ndarray], s: int, draw: Draw) -> None:
     """Write how stream s draws; not where."""
     by = draw.sampling
@@ -95,7 +105,8 @@ class Round:
         self.bucket, self.taps, device = b, taps, forward.device
         rows = torch.int32, (b.streams, b.rows)
         self.into = Fields(device, **fields(b.streams, b.rows))
-        self.out = Fields(device, drawn=rows, path=rows, walked=(torch.int32, (b.streams,)))
+        more = probabilities(rows[1]) if b.logprobs else {}
+        self.out = Fields(device, drawn=rows, path=rows, walked=(torch.int32, (b.streams,)), **more)
         self.first = torch.arange(0, b.streams * b.rows, b.rows, dtype=torch.int32, device=device)[:, None]
         """Each stream's first row."""
         self.chain = list(range(-1, b.rows - 1))
@@ -133,19 +144,16 @@ class Round:
                 self._last[s] = draw.sampling, draw.seed
                 tell(self.into.numpy, s, draw)
 
-    def outcomes(self, logits: Tensor, tapped: Tensor | None, draws: list[Draw]) -> list[Outcome]:
-        """What each stream's window gave; `logits` float32 [S · R, V] and `tapped` of this round, on the device."""
+    def outcomes(self, tapped: Tensor | None, draws: list[Draw]) -> list[Outcome]:
+        """What each stream's window gave; `tapped` of this round, on the device."""
         counts, paths, drawn = (self.out.numpy[name].tolist() for name in ("walked", "path", "drawn"))
         rows = [path[:count] for path, count in zip(paths, counts[: len(draws)])]
-        asked = [bool(draw.sampling.logprobs) for draw in draws]
-        none = [None] * len(rows)
-        wanted = self._taken(logits, [own if ask else [] for own, ask in zip(rows, asked)]) if any(asked) else none
-        taps = none if tapped is None else self._walked(tapped, rows)
+        taps = [None] * len(rows) if tapped is None else self._walked(tapped, rows)
         found = []
-        for s, own in enumerate(rows):
+        for s, (own, by) in enumerate(zip(rows, draws)):
             error = NOT_FINITE if self._stuck(s, own, drawn[s]) else None
             walk = Walk(own, [drawn[s][row] for row in own], error)
-            found.append(Outcome(walk, wanted[s].cpu().numpy() if asked[s] else None, taps[s]))
+            found.append(Outcome(walk, likely(self.out.numpy, s, len(own), by.sampling.logprobs), taps[s]))
         return found
 
     def tapped(self) -> Tensor | None:
@@ -160,14 +168,6 @@ class Round:
         parts = [tapped[s, : len(own)] for s, own in enumerate(rows)]
         return parts if self.bucket.rows == 1 else [part.clone() for part in parts]  # not held by rows of no walk
 
-    def _taken(self, x: Tensor, rows: list[list[int]]) -> list[Tensor]:
-        """Each stream's rows of x [S · R, ...], copied at once."""
-        flat = [s * self.bucket.rows + row for s, own in enumerate(rows) for row in own]
-        if not flat:
-            return [x[:0]] * len(rows)
-        places = torch.tensor(flat).to(x.device, non_blocking=True)
-        return list(x.index_select(0, places).split([len(own) for own in rows]))
-
     def _stuck(self, s: int, rows: list[int], drawn: list[int]) -> bool:
         """Whether the walk ended before a row that was not finite."""
         if not rows:
@@ -180,13 +180,22 @@ class Round:
         return bool(((f["parents"][s, here] == last) & (f["ids"][s, here] == drawn[last])).any())
 
 
+def likely(out: dict[str, np.ndarray], s: int, steps: int, count: int) -> list[Likely | None]:
+    """At each of a stream's steps, with so many of the likeliest ids."""
+    if not count:
+        return [None] * steps
+    drawn, ids, values = (out[name][s, :steps] for name in Logprobs._fields)
+    tops = zip(ids[:, :count].tolist(), values[:, :count].tolist())
+    return [Likely(own, [one for one in zip(*top) if one[0] >= 0]) for own, top in zip(drawn.tolist(), tops)]
+
+
 class Flight:
     """A round that was launched. Called, it waits for the round, moves the states along their walks and says what it
     gave."""
 
-    def __init__(self, round: Round, states: list[State], draws: list[Draw], logits: Tensor, fresh: bool = False):
+    def __init__(self, round: Round, states: list[State], draws: list[Draw], fresh: bool = False):
         """`fresh`: it was the first of its bucket, which had to be captured."""
-        self.round, self.draws, self.logits, self.fresh = round, draws, logits, fresh
+        self.round, self.draws, self.fresh = round, draws, fresh
         # A sequence that ends meanwhile is let go: whoever has its place next, writes there behind this round.
         self.states = [weakref.ref(state) for state in states]
         self._tapped: Tensor | None = None
@@ -204,7 +213,7 @@ class Flight:
         if self._outcomes is None:
             self.fetch()
             self.round.out.wait()
-            self._outcomes = self.round.outcomes(self.logits, self._tapped, self.draws)
+            self._outcomes = self.round.outcomes(self._tapped, self.draws)
         return self._outcomes
 
     def __call__(self) -> list[Outcome]:
@@ -225,28 +234,35 @@ class First:
     """First tokens: those that one row of logits gives to the streams that begin with it."""
 
     def __init__(self, device: torch.device):
-        streams = (BUCKETS[-1],)
-        self.into, self.out = Fields(device, **drawing(streams)), Fields(device, drawn=(torch.int32, streams))
+        rows = BUCKETS[-1], 1
+        self.into = Fields(device, **drawing(rows[:1]))
+        self.out = Fields(device, drawn=(torch.int32, rows), **probabilities(rows))
+        self.path = torch.zeros(rows, dtype=torch.int32, device=device)
+        """Of every stream the row is its first."""
 
-    def draw(self, row: Tensor, draws: list[Draw]) -> list[int]:
+    def draw(self, row: Tensor, draws: list[Draw]) -> list[tuple[int, Likely | None]]:
         """`row` float32 [V]. Raises FloatingPointError when it is not finite."""
-        n, f = len(draws), self.into.numpy
+        n, f, size = len(draws), self.into.numpy, draws[0].sampling.size
         self.into.wait()
         for s, draw in enumerate(draws):
             tell(f, s, draw)
             f["places"][s] = draw.position
         self.into.send()
-        rules = Rules(*(x[:n] for x in self.into.device.values()), size=draws[0].sampling.size)
+        rules = Rules(*(x[:n] for x in self.into.device.values()), size=size)
         greedy = all(draw.sampling.greedy for draw in draws)
-        sample(row.expand(n, -1), rules, out=self.out.device["drawn"][:n], greedy=greedy)
-        return self.drawn(n)
+        rows, (drawn, *out) = row.expand(n, -1), (x[:n] for x in self.out.device.values())
+        sample(rows, rules, out=drawn.view(-1), greedy=greedy)
+        if any(draw.sampling.logprobs for draw in draws):
+            logprobs(rows, drawn, self.path[:n], (drawn >= 0).int().view(-1), size, Logprobs(*out))
+        return self.drawn(draws)
 
-    def drawn(self, n: int) -> list[int]:
+    def drawn(self, draws: list[Draw]) -> list[tuple[int, Likely | None]]:
         self.out.receive()
-        drawn = self.out.numpy["drawn"][:n].tolist()
-        if min(drawn) < 0:
+        ids = self.out.numpy["drawn"][: len(draws), 0].tolist()
+        if min(ids) < 0:
             raise FloatingPointError(NOT_FINITE)
-        return drawn
+        told = (likely(self.out.numpy, s, 1, by.sampling.logprobs)[0] for s, by in enumerate(draws))
+        return list(zip(ids, told))
 
 
 class Rounds:
@@ -277,21 +293,20 @@ class Rounds:
         round.fill(states, windows, draws)
         round.into.send()
         round.launch()
-        return self._launched(Flight(round, states, draws, self.forward.space.logits, fresh))
+        return self._launched(Flight(round, states, draws, fresh))
 
     def follow(self, flight: Flight) -> Flight | None:
         """Begin the round behind one of a row a stream, which has not landed: the same streams, each with the token
-        that it is about to get. None where what the round gives would then be lost, a stream has ended, or another
+        that it is about to get. None where a window has more rows, a stream has ended, or another
         round was launched since."""
         states = [reference() for reference in flight.states]
-        wanted = any(draw.sampling.logprobs for draw in flight.draws)
-        if flight.round.bucket.rows > 1 or wanted or None in states or self._last() is not flight:
+        if flight.round.bucket.rows > 1 or None in states or self._last() is not flight:
             return None
         for state in states:
             state.reserve(state.rows + 2)
         flight.fetch()
         flight.round.launch()  # the one before has left in its arrays what this one is told
-        return self._launched(Flight(flight.round, states, flight.draws, flight.logits))
+        return self._launched(Flight(flight.round, states, flight.draws))
 
     def _launched(self, flight: Flight) -> Flight:
         self._last = weakref.ref(flight)

@@ -99,23 +99,22 @@ class View:
 
     def _sent(self) -> tuple[dict[str, Tensor], list[Callable[[], None]]]:
         """The tensors, and what to wait for."""
-        courier = Courier(self.pool.device)
-        own = {f"{i}.S": S for i, S in zip(self.pool.recurrent, self.S)} | {"conv": self.conv}
-        tensors, events, full = courier.fetch(own), [courier.event], []
+        parts, known, events = {"S": self.S, "conv": self.conv}, {}, []
         for p, page in enumerate(self.pages):
             rows = min(self.rows - p * PAGE, PAGE)
             if page.host is None or rows < PAGE:
-                found = courier.fetch({name: rows_of(x, page, rows) for name, x in self.pool.parts().items()})
-                if rows == PAGE:
-                    full.append((page, found))
+                parts |= {f"page {p}.{name}": rows_of(x, page, rows) for name, x in self.pool.parts().items()}
             else:
                 found, event = page.host
+                known |= {f"page {p}.{name}": x for name, x in found.items()}
                 events.append(event)
-            tensors |= {f"page {p}.{name}": x for name, x in found.items()}
-        courier.sent()
-        for page, found in full:
-            page.host = found, courier.event
-        return tensors, [event.synchronize for event in events if event is not None]
+        found, event = fetch(parts, self.pool)
+        for p, page in enumerate(self.pages):
+            if page.host is None and self.rows >= (p + 1) * PAGE:
+                page.host = {name: found[f"page {p}.{name}"] for name in self.pool.parts()}, event
+        S = found.pop("S")
+        tensors = {f"{i}.S": one for i, one in zip(self.pool.recurrent, S)} | found | known
+        return tensors, [event.synchronize for event in (event, *events) if event is not None]
 
     def wake(self) -> State:
         """A sequence that goes on from here."""
@@ -126,47 +125,32 @@ class View:
         return state
 
 
-READY = 1 << 29
-"""Bytes of pinned memory that are made at start: pinning takes a second for a few GiB, and a turn would wait for it."""
-PIECES = 128
-"""Of one size, at most: a small model's are many."""
+PIECE = 1 << 23
+"""Bytes: a seventh of a millisecond on an H200's way to its host."""
+sides: dict[torch.device, torch.cuda.Stream] = {}
+"""Of each device the stream that all copies to host memory take, in order."""
 
 
-def make_ready(pool: Pool) -> None:
-    """Let torch hold pinned memory of the sizes that states are kept in: half for pages, half for recurrent states."""
-    if pool.device.type == "cuda":
-        sizes = pool.keys.k[:, 0].nbytes, pool.S[0, 0].nbytes
-        pieces = [size for size in sizes for _ in range(min(READY // 2 // size, PIECES))]
-        held = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in pieces]
-        held.clear()
+def fetch(parts: dict[str, Tensor], pool: Pool) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
+    """Tensors that are not written any more, copied from the device behind everything that was launched before; they
+    are in host memory once the event has come."""
+    if pool.device.type != "cuda":
+        return {name: x.clone() for name, x in parts.items()}, None
+    side = sides.get(pool.device) or sides.setdefault(pool.device, torch.cuda.Stream(pool.device))
+    found, event = {name: pool.host(x) for name, x in parts.items()}, torch.cuda.Event()
+    side.wait_stream(torch.cuda.current_stream(pool.device))
+    with torch.cuda.stream(side):
+        for name, x in parts.items():
+            for to, part in zip(pieces(found[name]), pieces(x)):
+                to.copy_(part, non_blocking=True)
+            x.record_stream(side)
+    event.record(side)
+    return found, event
 
 
-class Courier:
-    """Copies from the device to pinned host memory, on a side stream behind everything that was launched before."""
-
-    sides: dict[torch.device, torch.cuda.Stream] = {}
-
-    def __init__(self, device: torch.device):
-        self.event = torch.cuda.Event() if device.type == "cuda" else None
-        if self.event is not None:
-            self.side = self.sides.get(device) or self.sides.setdefault(device, torch.cuda.Stream(device))
-
-    def fetch(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors, which are not written any more, in host memory once `event` has come."""
-        if self.event is None:
-            return {name: x.clone() for name, x in parts.items()}
-        found = {name: torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for name, x in parts.items()}
-        self.side.wait_stream(torch.cuda.current_stream(self.side.device))
-        with torch.cuda.stream(self.side):
-            for name, x in parts.items():
-                found[name].copy_(x, non_blocking=True)
-                x.record_stream(self.side)
-        return found
-
-    def sent(self) -> None:
-        """All is on its way."""
-        if self.event is not None:
-            self.event.record(self.side)
+def pieces(x: Tensor) -> tuple[Tensor, ...]:
+    """A contiguous tensor in parts of a few MB: what a round says crosses between two of them."""
+    return x.view(-1).split(PIECE // x.itemsize)
 
 
 def rows_of(x: Tensor, page: Page, rows: int) -> Tensor:

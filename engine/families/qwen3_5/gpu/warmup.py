@@ -39,6 +39,7 @@ def warm_up(model: Model, size: int) -> None:
             for rows in BUCKETS:
                 for greedy in (True, False):
                     Round(Bucket(streams, rows, size, greedy), text, model.graphs, None)
+        Round(Bucket(1, 1, size, True, logprobs=True), text, model.graphs, None)
         for rows in SHORT:
             Pass(rows, text, model.graphs)
         for lengths in LENGTHS:
