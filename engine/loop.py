@@ -21,6 +21,7 @@ from tfmagic.run import TTFT_PARTS, Picture
 from .cache.store import Store
 from .drafting.budget import Curve
 from .drafting.drafting import Drafting
+from .keeping import Keeping
 from .prefill import Rows, begin, later
 from .ranges import span
 from .rounds import Rounds
@@ -53,7 +54,8 @@ class Engine:
         if drafter is not None:
             model.tap(drafter.layers)
         self.drafting = Drafting(drafter, curve)
-        self.settler, self.rounds = Settler(model, store), Rounds(self, self.drafting)
+        self.keeping, self.settler = Keeping(store), Settler(model, store)
+        self.rounds = Rounds(self, self.drafting)
 
     # Any thread ------------------------------------------------------------------------------------
 
@@ -135,14 +137,16 @@ class Engine:
             self._tell_positions()
             if self.schedule.prefilling():
                 self.rounds.land()
+                self.keeping.finish()
                 self._run_prompts()
             self.rounds.run()
         else:
+            self.keeping.finish()
             self.settler.step()
         if self.store.disk is not None:
             self.store.disk.working(self.schedule.busy)
         with self._lock:
-            return self.schedule.busy or bool(self._inbox or len(self.settler))
+            return self.schedule.busy or bool(self._inbox or len(self.keeping) or len(self.settler))
 
     def _receive(self) -> None:
         with self._lock:
@@ -150,6 +154,7 @@ class Engine:
             cancelled, self._cancelled = self._cancelled, set()
             clearing, self._clearing = self._clearing, []
         for done in clearing:
+            self.keeping.forget()
             self.store.clear()
             done.set()
         for request in fresh:
@@ -230,7 +235,8 @@ class Engine:
         return used
 
     def _passed(self, jobs: list[Job], passed: list) -> None:
-        """Slices are computed: tell, deliver the first tokens of the prompts that are complete, then keep states."""
+        """Slices are computed: tell, deliver the first tokens of the prompts that are complete, whose states then wait
+        to be kept."""
         now = time.perf_counter()
         complete = []
         for job, (logits, reached, taps) in zip(jobs, passed):
@@ -247,20 +253,9 @@ class Engine:
         for job, rows, _ in complete:
             job.rows = None
             if job in self.schedule.running:
-                self._keep(job, rows)
+                if job.request.cache:
+                    self.keeping.add(rows, job.request.name)
                 self.finish_streams(job)
-
-    def _keep(self, job: Job, rows: Rows) -> None:
-        """A state that cannot be kept costs a later turn some time, nothing else."""
-        if not job.request.cache:
-            return
-        hints = rows.prompt.marks
-        shared = hints[0] // rows.grain * rows.grain if hints else 0
-        states = {mark: view.named for mark, view in rows.reached.items()}
-        try:
-            self.store.keep(rows.prompt.key, states, label=job.request.name, shared=shared, resumed=rows.resumed)
-        except Exception as error:
-            traceback.print_exception(error)
 
     @span("first")
     def _first_tokens(self, job: Job, rows: Rows, logits) -> None:

@@ -119,6 +119,7 @@ class Rounds:
             began = self._landed or began  # from then on it had the device
         self._next = self._following(round)
         self.tell()  # while the device is busy
+        self.engine.keeping.step()
         outcomes = round.landing()
         self._landed = time.perf_counter()
         whole, commit = 1e3 * (self._landed - began), getattr(self.engine.model, "commit_ms", None)

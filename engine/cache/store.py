@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -129,7 +129,12 @@ class Store:
         """Whether this whole prompt was seen before and `kept` is its last mark."""
         return whole(key) in kept.prompts
 
-    def keep(
+    def keep(self, key: Sequence[int], states: dict[int, Callable[[], dict[str, Tensor]]], **how: Any) -> None:
+        """`keep_each`, all at once."""
+        for _ in self.keep_each(key, states, **how):
+            pass
+
+    def keep_each(
         self,
         key: Sequence[int],
         states: dict[int, Callable[[], dict[str, Tensor]]],
@@ -138,8 +143,9 @@ class Store:
         shared: int = 0,
         settled: int | None = None,
         resumed: Kept | None = None,
-    ) -> None:
-        """Keep states of one prompt: row -> what gives its tensors (called only for states not held yet).
+    ) -> Iterator[None]:
+        """Keep states of one prompt: row -> what gives its tensors (called only for states not held yet). Yields behind
+        each of these; nothing else may be kept meanwhile.
 
         `label`: who keeps them; `shared`: the row of the shared system block's state; `settled`: the row from which
         on they were computed while the engine was idle; `resumed`: the state that the pass started from.
@@ -160,6 +166,7 @@ class Store:
                     self._add(digests[: at // self.grain], kept, own, by=label, must=at == last)
                 if self.disk is not None and at in (last, shared):
                     self.disk.offer(digest, kept)
+                yield
         for digest in digests:  # what was used together ages together, the longest last
             if digest in own and digest in self._kept:
                 self._kept.move_to_end(digest)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -69,13 +70,14 @@ def work(model, rng: random.Random) -> None:
         state.rows = 64 * rng.randrange(20)
     lengths = [rng.choice([rng.randrange(1, 64), rng.randrange(1, 600)]) for _ in states]
     if len(states) == 1 and rng.random() < 0.4:
-        lengths = [rng.randrange(512, 4097)]
+        states[0].rows, lengths = 0, [rng.randrange(512, 4097)]
     marks = [[s.rows + n // 64 * 64] if n >= 64 and rng.random() < 0.7 else [] for s, n in zip(states, lengths)]
     parts = zip(states, lengths, marks)
     model.prompt_passes([(state, [0] * n, {}, straight(n), own) for state, n, own in parts])
     windows = [chain([0] * rng.randrange(1, 17)) for _ in states]
-    model.round(states, windows, [Draw(rng.choice([GREEDY, SEEDED]), 3, 100) for _ in states])
-    kind = rng.choice([GREEDY, SEEDED])
+    kinds = GREEDY, SEEDED, replace(SEEDED, logprobs=3)
+    model.round(states, windows, [Draw(rng.choice(kinds), 3, 100) for _ in states])
+    kind = rng.choice(kinds)
     model.draw(torch.zeros(model.vocab), [Draw(kind, 3, 100)] * rng.choice([1, 2, 5, 16]))
 
 
