@@ -222,6 +222,7 @@ class Batch:
         self.into.send()
         told = self.into.device, self.out.device
         self.launch = graphs.captured(lambda: drafter.draft(*told))
+        self.out.capture(graphs)
 
     def run(self, asks: list[Ask]) -> list[Lattice]:
         f, n, contexts = self.into.numpy, len(asks), [ask.context for ask in asks]

@@ -20,6 +20,7 @@ from tfmagic.engine.families.qwen3_5.gpu.weights import Attention, Delta, Layer,
 from tfmagic.kernels.gpu import (
     affine,
     attention,
+    bring,
     conv,
     delta,
     linear,
@@ -99,6 +100,11 @@ def test_a_prompt_pass(kv):
         at = Places(packed, meta(3, rows, dtype=i32), meta(rows, dtype=i32), meta(rows, dtype=i32))
         found += launches(partial(forward.prompt, meta(rows, forward.t.hidden), at), *MODULES)
     assert built(found) > 15
+
+
+def test_what_is_brought_to_the_host():
+    words = meta(100, dtype=torch.int32)
+    assert built(launches(lambda: bring.bring(words, words), bring)) == 1
 
 
 def test_the_towers_rotation():

@@ -9,6 +9,7 @@ from tests.gpu.told import near, same
 from tfmagic.engine.sampling import Sampling, draw
 from tfmagic.kernels import rotary
 from tfmagic.kernels.gpu import norm, pages
+from tfmagic.kernels.gpu.bring import bring
 from tfmagic.kernels.gpu.logprobs import TOP, Logprobs, logprobs, logprobs_twin
 from tfmagic.kernels.gpu.rope import gated, norm_rope_write, norm_rope_write_twin, raw, tables
 from tfmagic.kernels.gpu.sample import Rules, embed, sample, sample_twin
@@ -178,6 +179,26 @@ def test_log_probabilities_are_the_twins(vocabulary):
             for x, y, z in zip(found, alone, single):
                 same(y[0, i], x[s, i], f"window {s} alone")
                 same(z[0, 0], x[s, i], f"row {row} of window {s} alone")
+
+
+def test_what_is_brought_waits_for_no_copy():
+    """The copies of another stream are under way for long after it is there."""
+    away, host = torch.arange(61_000, dtype=torch.int32, device="cuda"), torch.zeros(61_000, dtype=torch.int32)
+    host, big = host.pin_memory(), torch.ones(1 << 30, dtype=torch.uint8, device="cuda")
+    to, side = torch.empty(1 << 30, dtype=torch.uint8).pin_memory(), torch.cuda.Stream()
+    copied, brought = (torch.cuda.Event() for _ in range(2))
+    bring(away, host)
+    torch.cuda.synchronize()
+    host.zero_()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        to.copy_(big, non_blocking=True)
+        copied.record()
+    bring(away, host)
+    brought.record()
+    brought.synchronize()
+    early = not copied.query()
+    assert early and torch.equal(host, away.cpu())
 
 
 def test_a_graph_draws_the_same():

@@ -114,7 +114,7 @@ class Model:
         self.text = Forward(text, read, self.pool, self.device)
         self.graphs = Graphs(self.device)
         self.rounds, self.short = Rounds(self.text, self.graphs), Short(self.text, self.graphs)
-        self.first = First(self.device)
+        self.first = First(self.device, self.graphs)
         self.plan = described(planned, text, weights.size(read, self.eyes), self.text.space.bytes)
         """Where the device's memory went, in words."""
         self.size = self.vocab

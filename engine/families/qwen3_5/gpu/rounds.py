@@ -115,6 +115,7 @@ class Round:
         self.into.send()
         told = self.into.device, self.out.device, taps, b.size, b.greedy
         self.launch = graphs.captured(lambda: forward.round(*told))
+        self.out.capture(graphs)
 
     def fill(self, states: list[State], windows: list[Window], draws: list[Draw]) -> None:
         f, n, R = self.into.numpy, len(states), self.bucket.rows
@@ -233,10 +234,11 @@ def signed(seed: int) -> int:
 class First:
     """First tokens: those that one row of logits gives to the streams that begin with it."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, graphs: Graphs):
         rows = BUCKETS[-1], 1
         self.into = Fields(device, **drawing(rows[:1]))
         self.out = Fields(device, drawn=(torch.int32, rows), **probabilities(rows))
+        self.out.capture(graphs)
         self.path = torch.zeros(rows, dtype=torch.int32, device=device)
         """Of every stream the row is its first."""
 
