@@ -125,8 +125,6 @@ class View:
         return state
 
 
-PIECE = 1 << 23
-"""Bytes: a seventh of a millisecond on an H200's way to its host."""
 sides: dict[torch.device, torch.cuda.Stream] = {}
 """Of each device the stream that all copies to host memory take, in order."""
 
@@ -141,16 +139,10 @@ def fetch(parts: dict[str, Tensor], pool: Pool) -> tuple[dict[str, Tensor], torc
     side.wait_stream(torch.cuda.current_stream(pool.device))
     with torch.cuda.stream(side):
         for name, x in parts.items():
-            for to, part in zip(pieces(found[name]), pieces(x)):
-                to.copy_(part, non_blocking=True)
+            found[name].copy_(x, non_blocking=True)
             x.record_stream(side)
     event.record(side)
     return found, event
-
-
-def pieces(x: Tensor) -> tuple[Tensor, ...]:
-    """A contiguous tensor in parts of a few MB: what a round says crosses between two of them."""
-    return x.view(-1).split(PIECE // x.itemsize)
 
 
 def rows_of(x: Tensor, page: Page, rows: int) -> Tensor:
