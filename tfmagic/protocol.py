@@ -327,6 +327,7 @@ class KeptState(msgspec.Struct):
     where: Literal["ram", "disk"]
     rows: int
     bytes: int
+    """Of it alone: states of one conversation may share some."""
     label: str
     """Whose it is, in words."""
     made: float

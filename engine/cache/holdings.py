@@ -15,7 +15,7 @@ SHOWN = 100
 def shelves(store: Store) -> tuple[list[Shelf], list[KeptState]]:
     """The places, and their states, the most recently used first. Any thread; may take a moment on a slow disk."""
     ram = list(store._kept.values())[::-1]
-    places = [Shelf("ram", len(ram), sum(kept.bytes for kept in ram), store.budget)]
+    places = [Shelf("ram", len(ram), store.bytes, store.budget)]
     states = [KeptState("ram", kept.at, kept.bytes, kept.label, kept.made) for kept in ram[:SHOWN]]
     if store.disk is not None:
         files, disk = store.disk.held(), store.disk

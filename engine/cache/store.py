@@ -11,8 +11,8 @@ just kept go only when nothing else is left.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -55,6 +55,7 @@ class Kept:
     """The rows' key; equal keys mean equal rows."""
     tensors: dict[str, Tensor]
     bytes: int
+    """Alone; see `Charge`."""
     prompts: set[bytes] = field(default_factory=set)
     """Digests of the whole prompts whose last mark this is."""
     label: str = ""
@@ -67,6 +68,29 @@ class Kept:
     """Unix time, seconds."""
     source: Literal["ram", "disk"] = "ram"
     """Where it came from when it was found last."""
+
+
+class Charge:
+    """Bytes of some states together: a tensor that several of them hold is in memory once."""
+
+    def __init__(self, states: Iterable[Kept] = ()):
+        self.bytes = 0
+        self._holders: Counter[int] = Counter()
+        for kept in states:
+            self.add(kept)
+
+    def more(self, kept: Kept) -> int:
+        """What it would add."""
+        return kept.bytes - sum(x.nbytes for x in dict.values(kept.tensors) if id(x) in self._holders)
+
+    def add(self, kept: Kept) -> None:
+        self.bytes += self.more(kept)
+        self._holders.update(map(id, dict.values(kept.tensors)))
+
+    def remove(self, kept: Kept) -> None:
+        self._holders.subtract(map(id, dict.values(kept.tensors)))
+        self._holders = +self._holders
+        self.bytes -= self.more(kept)
 
 
 class Gone(NamedTuple):
@@ -85,7 +109,7 @@ class Store:
     def __init__(self, budget: int, grain: int, note: str = ""):
         """`budget`: bytes of all states together; `note`: why it is not what was asked for."""
         self.note = note
-        self.budget, self.grain, self.bytes, self.counts = budget, grain, 0, Counts()
+        self.budget, self.grain, self.counts, self._charge = budget, grain, Counts(), Charge()
         self.disk: Disk | None = None
         """Where states are kept for a restart or when memory has no room for them; None: nowhere."""
         self._kept: OrderedDict[bytes, Kept] = OrderedDict()
@@ -95,6 +119,11 @@ class Store:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    @property
+    def bytes(self) -> int:
+        """Of all states together."""
+        return self._charge.bytes
 
     def find(self, key: Sequence[int]) -> Kept | None:
         """The longest state that a prompt of this key may start from: at least one row is left to compute."""
@@ -185,7 +214,7 @@ class Store:
     def clear(self) -> None:
         for held in (self._kept, self._through, self._gone):
             held.clear()
-        self.bytes = 0
+        self._charge = Charge()
 
     # What a miss asks --------------------------------------------------------------------------------
 
@@ -228,23 +257,23 @@ class Store:
         self, names: list[bytes], kept: Kept, spared: Collection[bytes] = (), by: str = "", must: bool = True
     ) -> None:
         """`names`: of its prefixes, its own last; `must`: rather evict what is `spared` than refuse."""
-        if not self._make_room(kept.bytes, spared, by) and not (must and self._make_room(kept.bytes, (), by)):
+        if not self._make_room(kept, spared, by) and not (must and self._make_room(kept, (), by)):
             self.counts.refused += 1
             return
         digest = names[-1]
         self._kept[digest] = kept
-        self.bytes += kept.bytes
+        self._charge.add(kept)
         self.counts.kept += 1
         self._gone.pop(digest, None)
         for prefix in names:
             self._through.setdefault(prefix, {})[digest] = None
 
-    def _make_room(self, size: int, spared: Collection[bytes], by: str) -> bool:
-        """Evict until `size` bytes are free. False, and nothing is evicted, when sparing these leaves too little."""
-        held = sum(self._kept[digest].bytes for digest in spared if digest in self._kept)
-        if size + held > self.budget:
+    def _make_room(self, kept: Kept, spared: Collection[bytes], by: str) -> bool:
+        """Evict until there is room for it. False, and nothing is evicted, when sparing these leaves too little."""
+        held = Charge(self._kept[digest] for digest in spared if digest in self._kept)
+        if held.bytes + held.more(kept) > self.budget:
             return False
-        while self.bytes + size > self.budget:
+        while self.bytes + self._charge.more(kept) > self.budget:
             self._evict(spared, by)
         return True
 
@@ -265,7 +294,7 @@ class Store:
 
     def _remove(self, digest: bytes) -> Kept:
         kept = self._kept.pop(digest)
-        self.bytes -= kept.bytes
+        self._charge.remove(kept)
         for prefix in prefixes(kept.key, self.grain):
             del self._through[prefix][digest]
             if not self._through[prefix]:
@@ -279,7 +308,7 @@ def agree(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def size(tensors: dict[str, Tensor], rows: int) -> int:
-    """Bytes charged: the tensors and the key (a tuple slot and an int object a row)."""
+    """Bytes of a state alone: the tensors and the key (a tuple slot and an int object a row)."""
     return sum(t.nbytes for t in dict.values(tensors)) + 40 * rows  # unread: they may still arrive
 
 

@@ -280,7 +280,7 @@ class Play:
         for run, sampling, expected in self.asked:
             self.check(run, sampling, expected)
         for store in self.stores:
-            assert store.bytes <= store.budget and store.bytes == sum(k.bytes for k in store._kept.values())
+            assert store.bytes <= store.budget and store.bytes == charged(store)
             for key, found in store.seen:
                 assert found == self.world.state(key), (self.seed, len(key))
             self.counts["evicted"] += store.counts.evicted
@@ -320,6 +320,13 @@ class Play:
         if sampling.logprobs:
             self.counts["logprobs"] += any(token.made == "draft" for token in tokens)
             assert [(t.logprob, t.top) for t in tokens] == [(t.logprob, t.top) for t in whole], (self.seed, run.id)
+
+
+def charged(store: Store) -> int:
+    """Bytes of all states, by the tensors themselves."""
+    kept = store._kept.values()
+    tensors = {id(x): x.nbytes for one in kept for x in dict.values(one.tensors)}
+    return sum(tensors.values()) + sum(40 * one.at for one in kept)
 
 
 def text_of(tokens: list[Token]) -> str:

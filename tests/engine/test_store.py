@@ -166,6 +166,19 @@ def test_the_state_a_pass_resumed_from_outlives_its_sparse_marks():
     assert {k.at for k in store._kept.values()} == {192}, "only the last mark may take its place"
 
 
+def test_what_states_share_is_charged_once():
+    shared = {f"page {p}": torch.zeros(100) for p in range(3)}
+    store, alone = Store(5 * 400 + 40 * (64 + 128), 64), 400 + 40 * 64
+    store.keep(key(65), {64: lambda: {"S": torch.zeros(100), **dict([*shared.items()][:1])}})
+    assert store.bytes == 400 + alone
+    store.keep(key(129), {128: lambda: {"S": torch.zeros(100), **dict([*shared.items()][:2])}})
+    assert store.bytes == 4 * 400 + 40 * (64 + 128) and len(store) == 2
+    store.keep(key(65, 1), {64: state(300)})  # the first one's own part is not room enough
+    assert held(store) == {(1, 64)} and store.bytes == 3 * 400 + 40 * 64
+    store.clear()
+    assert store.bytes == 0
+
+
 def test_eviction_keeps_its_books():
     rng, store = random.Random(4), room_for(9)
     for _ in range(300):

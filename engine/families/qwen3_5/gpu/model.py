@@ -34,6 +34,8 @@ from .short import Short
 from .state import State, View
 from .warmup import warm_up
 
+BESIDE = 1 << 29
+"""Bytes pinned beside those of kept states: one is copied before others make room for it, and pieces leave gaps."""
 T = TypeVar("T")
 Part = tuple[State, list[int], dict[int, Tensor], Tensor, list[int]]
 GREEDY = Sampling(
@@ -130,8 +132,7 @@ class Model:
     def pin(self, size: int) -> None:
         """Make room in host memory, from now on and beside what runs, for kept states of `size` bytes."""
         if self.device.type == "cuda":
-            # A state is copied before those that it takes the place of are gone, and pieces leave gaps.
-            self.pool.pinned = pinned(size + size // 8, self.device)
+            self.pool.pinned = pinned(size + max(size // 8, BESIDE), self.device)
 
     def prepare(self, image) -> tuple[Tensor, tuple[int, int, int], int]:
         """An RGB picture's patches, grid and prompt rows."""
