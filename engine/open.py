@@ -30,7 +30,7 @@ PROBES = "a", "\n\nb"
 @dataclass
 class Settings:
     prompt_cache_gib: float = 1.0
-    """Memory for kept states; 0: none are kept."""
+    """Memory for kept states, beside a GPU taken at the start; 0: none are kept."""
     context: int | None = None
     """The longest prompt and reply together, tokens; None: the checkpoint's own."""
     learn_conversations: bool = False
@@ -151,7 +151,7 @@ def open(
     progress("timing rounds")
     windows = getattr(family, "windows", ())
     curve = Curve.timed(family.time_round, windows) if hasattr(family, "time_round") else None
-    if budget and hasattr(family, "pin"):
+    if (budget or store.disk is not None) and hasattr(family, "pin"):
         family.pin(budget)
     progress("ready")
     engine = Engine(family, store, emit, lambda id: text.decode([id]), memory, drafter, curve)

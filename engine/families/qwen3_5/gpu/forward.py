@@ -134,10 +134,10 @@ class Forward:
         return x, kept, tapped
 
     def round(self, f: dict[str, Tensor], out: dict[str, Tensor], taps: Tensor | None, size: int, greedy: bool) -> None:
-        """A round: f holds its windows and draws (see `rounds.fields`), `out` takes what was walked. States move along
-        their walks, and windows of one row are made ready for the next such round. Logits stay in `space.logits`,
-        tapped rows go to `taps` [S · R, taps · D]. `size`: ids at or beyond it are never drawn; `greedy`: every
-        temperature is 0."""
+        """A round: f holds its windows and draws (see `rounds.fields`), `out` takes what was walked, and log
+        probabilities where it has room for them. States move along their walks, and windows of one row are made ready
+        for the next such round. Logits stay in `space.logits`, tapped rows go to `taps` [S · R, taps · D]. `size`: ids
+        at or beyond it are never drawn; `greedy`: every temperature is 0."""
         pool, t, space = self.pool, self.t, self.space
         S, R = f["ids"].shape
         trees, slots, rows = windows(f["parents"], f["counts"]), f["slots"], f["rows"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -132,7 +133,8 @@ class Model:
     def pin(self, size: int) -> None:
         """Make room in host memory, from now on and beside what runs, for kept states of `size` bytes."""
         if self.device.type == "cuda":
-            self.pool.pinned = pinned(size + max(size // 8, BESIDE), self.device)
+            with suppress(OSError):  # what is not pinned ahead is pinned by the turn that needs it
+                self.pool.pinned = pinned(size + max(size // 8, BESIDE), self.device)
 
     def prepare(self, image) -> tuple[Tensor, tuple[int, int, int], int]:
         """An RGB picture's patches, grid and prompt rows."""

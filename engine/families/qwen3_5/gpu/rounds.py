@@ -299,8 +299,8 @@ class Rounds:
 
     def follow(self, flight: Flight) -> Flight | None:
         """Begin the round behind one of a row a stream, which has not landed: the same streams, each with the token
-        that it is about to get. None where a window has more rows, a stream has ended, or another
-        round was launched since."""
+        that it is about to get. None where a window has more rows, a stream has ended, or another round was
+        launched since."""
         states = [reference() for reference in flight.states]
         if flight.round.bucket.rows > 1 or None in states or self._last() is not flight:
             return None
