@@ -252,7 +252,7 @@ class Play:
             store._evict((), "")
         if len(store) and not self.durable and rng.random() < 0.15:  # damaged: it will not restore
             kept = rng.choice(list(store._kept.values()))
-            kept.tensors = {name: x[:1] if name == "0.S" else x for name, x in kept.tensors.items()}
+            kept.tensors["0.S"].unsqueeze_(0)
         if rng.random() < 0.1:
             self.restart()
 
