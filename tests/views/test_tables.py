@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from sample_runs import HOSTILE, full
 
+from tfmagic import protocol
 from tfmagic.models import models
 from tfmagic.views import tables
 
@@ -19,6 +21,13 @@ def test_runs_in_columns_and_escaped():
     html = table._repr_mimebundle_()["text/html"]
     assert "<script" not in html and html.count("<tr>") == 2 and html.count("<td ") == 9
     assert table[0] is run
+
+
+@pytest.mark.parametrize(("held", "said"), [(9000, ""), (8999, "what they share is there once")])
+def test_what_states_share_is_said(held, said):
+    states = [protocol.KeptState("ram", rows, 3000 * rows, "a chat", 1e9) for rows in (1, 2)]
+    table = tables.cache(protocol.Holdings(0, [protocol.Shelf("ram", 2, held, 1 << 30)], states))
+    assert ("share" in str(table)) == bool(said) and said in str(table)
 
 
 def test_empty_tables_say_so():

@@ -65,7 +65,8 @@ def cache(held) -> Table:
         more = f", the last {len(states)} of them here" if len(states) < shelf.states else ""
         total = f"{words.size(shelf.bytes)} of {words.size(shelf.budget)}"
         counts = [f"{n:,} {name}" for name, n in shelf.counts.items() if n and name != "bytes_written"]
-        about = " · ".join([shelf.directory, *counts]) if shelf.directory else ""
+        shared = ["what they share is there once"] * (sum(s.bytes for s in states) > shelf.bytes)
+        about = " · ".join([shelf.directory, *counts] if shelf.directory else shared)
         rows.append([shelf.where, words.plural(shelf.states, "state") + more, total, "", about])
         rows += [["", f"{s.rows:,} rows", words.size(s.bytes), _ago(s.made), s.label] for s in states]
     return Table(rows, ["where", "what", "size", "kept", "whose"], list)
