@@ -15,6 +15,8 @@ from ...errors import TfmagicError
 from ...protocol import Committed, Event, Prefilled
 from .place import Failure
 
+QUIET = 1.0
+"""Seconds without work, after which there is time to look for garbage."""
 PROGRESS = (Prefilled, Committed)
 """Events that may wait for company; every other one changes what a person reads and is sent at once."""
 
@@ -70,19 +72,26 @@ class Worker(threading.Thread):
         what = "could not load the model"
         try:
             opened = self.open(self.progress)
-            gc.collect()
-            gc.freeze()  # what was loaded stays: looking through it would hold up a round by tens of milliseconds
+            settle_memory()
             self.ready(opened)
             what = "failed while it ran"
             while True:
                 self.work.clear()
-                if not opened.engine.step():
+                if not opened.engine.step() and not self.work.wait(QUIET):
+                    settle_memory()
                     self.work.wait()
         except TfmagicError as error:
             self.failed(Failure(error.problem, error.fix))
         except BaseException as error:  # whatever it was, clients are to be told
             traceback.print_exc()
             self.failed(Failure(f"The engine {what}: {type(error).__name__}: {_first_line(error)}", ""))
+
+
+def settle_memory() -> None:
+    """What is there now stays, be it weights or records of runs: looking through it for garbage would hold up a later
+    round by tens of milliseconds."""
+    gc.collect()
+    gc.freeze()
 
 
 def open_model(model: str | None, device: str, settings: dict[str, Any], emit: Callable, progress: Callable) -> Any:

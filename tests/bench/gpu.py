@@ -16,7 +16,6 @@ different arms must be equal, and are hashed; where they are not, the row says s
 from __future__ import annotations
 
 import argparse
-import gc
 import hashlib
 import statistics
 import sys
@@ -43,6 +42,7 @@ from tfmagic.engine.families.qwen3_5.gpu.weights import size
 from tfmagic.engine.loop import Engine
 from tfmagic.engine.open import Settings
 from tfmagic.engine.prompt import Prompt
+from tfmagic.engine.resident.worker import settle_memory
 from tfmagic.engine.stream import Request
 from tfmagic.run import Round, Run, Stream
 
@@ -417,8 +417,6 @@ def opened(b: Bench, o: argparse.Namespace, place: Path) -> None:
     if (pinned := b.opened._model.pool.pinned) is not None:
         pinned.grown.wait()
         progress(f"{pinned.size / 2**30:g} GiB of host memory are pinned")
-    gc.collect()
-    gc.freeze()  # as the resident engine does
 
 
 @contextmanager
@@ -477,6 +475,7 @@ def main() -> None:
         opened(b, o, place_of(o, temporary))
         failed = []
         for part in o.parts:
+            settle_memory()  # as the resident engine does when it is quiet
             began = time.perf_counter()
             try:
                 globals()[part](b, o)
