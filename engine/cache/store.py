@@ -71,7 +71,8 @@ class Kept:
 
 
 class Charge:
-    """Bytes of some states together: a tensor that several of them hold is in memory once."""
+    """Bytes of some states together: a tensor that several of them hold is in memory once. Tensors are told by their
+    identity, so a state in here keeps those that it came with."""
 
     def __init__(self, states: Iterable[Kept] = ()):
         self.bytes = 0

@@ -72,13 +72,13 @@ class Worker(threading.Thread):
         what = "could not load the model"
         try:
             opened = self.open(self.progress)
-            settle_memory()
+            collect_garbage()
             self.ready(opened)
             what = "failed while it ran"
             while True:
                 self.work.clear()
                 if not opened.engine.step() and not self.work.wait(QUIET):
-                    settle_memory()
+                    collect_garbage()
                     self.work.wait()
         except TfmagicError as error:
             self.failed(Failure(error.problem, error.fix))
@@ -87,7 +87,7 @@ class Worker(threading.Thread):
             self.failed(Failure(f"The engine {what}: {type(error).__name__}: {_first_line(error)}", ""))
 
 
-def settle_memory() -> None:
+def collect_garbage() -> None:
     """What is there now stays, be it weights or records of runs: looking through it for garbage would hold up a later
     round by tens of milliseconds."""
     gc.collect()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .common import cdiv, jit, launchable, power_of_two, tl
-from .sample import _float, _key
+from .sample import float_of, key_of
 
 PIECE = 4096
 """Logits a program reads."""
@@ -62,7 +62,7 @@ def _pieces(logits, path, walked, R, best, largest, total, s_row, size, TOP: tl.
         tl.store(largest + at, top)
         base = tl.where(top == float("-inf"), 0.0, top).to(tl.float64)
         tl.store(total + at, tl.sum(tl.exp(x.to(tl.float64) - base), 0))
-        left = tl.where(i < size, _key(x) * 2147483648 + (2147483647 - i), -1)
+        left = tl.where(i < size, key_of(x) * 2147483648 + (2147483647 - i), -1)
         for k in range(TOP):
             most = tl.max(left, 0)
             tl.store(best + at * TOP + k, most)
@@ -88,7 +88,7 @@ def _rows(
         left = tl.load(best + n * pieces * TOP + i, mask=i < pieces * TOP, other=-1)
         for k in range(TOP):
             most = tl.max(left, 0)
-            id, x = 2147483647 - most % 2147483648, _float(most // 2147483648).to(tl.float64)
+            id, x = 2147483647 - most % 2147483648, float_of(most // 2147483648).to(tl.float64)
             tl.store(top + n * TOP + k, tl.where(most < 0, -1, id).to(tl.int32))
             tl.store(logprobs + n * TOP + k, tl.where(most < 0, float("-inf"), x - norm))
             left = tl.where(left == most, -1, left)

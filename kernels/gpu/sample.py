@@ -120,15 +120,15 @@ def _choose(best, best_id, noisy, noisy_id, temperature, out, pieces, GREEDY: tl
 
 
 @jit
-def _key(x):
+def key_of(x):
     """float32 -> a whole number below 2^32, int64, that orders as x does."""
     bits = (x + 0.0).to(tl.int32, bitcast=True).to(tl.int64)  # -0 becomes 0
     return tl.where(bits < 0, -1 - bits, bits + 2147483648)
 
 
 @jit
-def _float(key):
-    """The float32 that `_key` made this number of."""
+def float_of(key):
+    """The float32 that `key_of` made this number of."""
     return tl.where(key < 2147483648, -1 - key, key - 2147483648).to(tl.int32).to(tl.float32, bitcast=True)
 
 
@@ -141,7 +141,7 @@ def _mass(x, largest, temperature):
 
 @jit
 def _mass_of_key(key, largest, temperature):
-    return _mass(_float(key), largest, temperature)
+    return _mass(float_of(key), largest, temperature)
 
 
 @jit
@@ -189,7 +189,7 @@ def _narrow(
         i = piece * PIECE + tl.arange(0, PIECE)
         there = i < size
         x = tl.load(logits + r * s_row + i, mask=there, other=float("-inf"))
-        key = tl.where(there, _key(x), -1)
+        key = tl.where(there, key_of(x), -1)
         j = tl.arange(0, MOST)
         largest = tl.max(tl.load(best + r * pieces + j, mask=j < pieces, other=float("-inf")), 0)
         prefix = tl.zeros([], tl.int64)
@@ -238,7 +238,7 @@ def _draw(
         i = piece * PIECE + tl.arange(0, PIECE)
         there = i < size
         x = tl.load(logits + r * s_row + i, mask=there, other=float("-inf"))
-        key = tl.where(there, _key(x), -1)
+        key = tl.where(there, key_of(x), -1)
         j = tl.arange(0, MOST)
         largest = tl.max(tl.load(best + r * pieces + j, mask=j < pieces, other=float("-inf")), 0)
         share = tl.load(top_p + r)

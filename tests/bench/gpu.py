@@ -42,7 +42,7 @@ from tfmagic.engine.families.qwen3_5.gpu.weights import size
 from tfmagic.engine.loop import Engine
 from tfmagic.engine.open import Settings
 from tfmagic.engine.prompt import Prompt
-from tfmagic.engine.resident.worker import settle_memory
+from tfmagic.engine.resident.worker import collect_garbage
 from tfmagic.engine.stream import Request
 from tfmagic.run import Round, Run, Stream
 
@@ -475,7 +475,7 @@ def main() -> None:
         opened(b, o, place_of(o, temporary))
         failed = []
         for part in o.parts:
-            settle_memory()  # as the resident engine does when it is quiet
+            collect_garbage()  # as the resident engine does when it is quiet
             began = time.perf_counter()
             try:
                 globals()[part](b, o)

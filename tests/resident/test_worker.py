@@ -20,7 +20,7 @@ def test_garbage_is_looked_for_once_it_is_quiet(monkeypatch):
         return left[0] > 0
 
     monkeypatch.setattr(worker, "QUIET", 0.05)
-    monkeypatch.setattr(worker, "settle_memory", settled.release)
+    monkeypatch.setattr(worker, "collect_garbage", settled.release)
     opened, failed = types.SimpleNamespace(engine=types.SimpleNamespace(step=step)), []
     thread = Worker(lambda progress: opened, print, lambda opened: None, failed.append)
     thread.start()

@@ -84,7 +84,8 @@ class PinnedPool:
 
 
 def pinned(size: int, device: torch.device) -> PinnedPool:
-    """A pool of so many bytes beside a GPU, which grows from now on."""
+    """A pool of so many bytes beside a GPU, which grows from now on. Raises OSError where the system has no addresses
+    for it."""
     pool, runtime, done = PinnedPool(size), torch.cuda.cudart(), []
     weakref.finalize(pool, unpin, done, device).atexit = False
 
@@ -100,6 +101,7 @@ def pinned(size: int, device: torch.device) -> PinnedPool:
 
 
 def unpin(addresses: list[int], device: torch.device) -> None:
+    """Let the system have chunks as ordinary memory again, once nothing is copied any more."""
     torch.cuda.synchronize(device)
     for address in addresses:
         torch.cuda.cudart().cudaHostUnregister(address)

@@ -182,7 +182,7 @@ class Round:
 
 
 def likely(out: dict[str, np.ndarray], s: int, steps: int, count: int) -> list[Likely | None]:
-    """At each of a stream's steps, with so many of the likeliest ids."""
+    """What `Logprobs`, whose arrays are in `out`, says of each of stream s's steps, with `count` likeliest ids."""
     if not count:
         return [None] * steps
     drawn, ids, values = (out[name][s, :steps] for name in Logprobs._fields)
