@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
@@ -41,21 +41,27 @@ def compiled_only(threads: int | None = None) -> Iterator[None]:
 
     compiling = COMPILING.set(True)
     try:
-        with ThreadPoolExecutor(threads or os.cpu_count(), initializer=same_device()) as pool:
-            with AsyncCompileMode(pool, ignore_errors=True) as compiled:
-                yield
-            kernels = [future.kernel for future in compiled.future_kernels.values()]
-            list(pool.map(load, [kernel for kernel in kernels if kernel is not None]))
+        pool = Compilers(threads or os.cpu_count(), initializer=same_device())
+        with pool, AsyncCompileMode(pool, ignore_errors=True):
+            yield
     finally:
         COMPILING.reset(compiling)
+
+
+class Compilers(ThreadPoolExecutor):
+    """Threads that compile kernels and make each ready to be launched."""
+
+    def submit(self, compile: Callable[[], Any]) -> Future:
+        return super().submit(lambda: loaded(compile()))
+
+
+def loaded(kernel: Any) -> Any:
+    """A compiled kernel, its launcher built and itself on the device, as its first launch would have it."""
+    with suppress(Exception):
+        _ = kernel.run
+    return kernel
 
 
 def same_device() -> Callable[[], None] | None:
     """What another thread calls to work on this thread's device; None where there is no GPU."""
     return partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_available() else None
-
-
-def load(kernel: Any) -> None:
-    """Build a compiled kernel's launcher and put it on the device, as its first launch would."""
-    with suppress(Exception):
-        _ = kernel.run

@@ -126,27 +126,24 @@ def windows_twin(parents: Tensor, counts: Tensor) -> Windows:
     return Windows(counts, depths, ancestors, order)
 
 
-@jit
-def _windows(parents, counts, depths, ancestors, order, R: tl.constexpr, ROWS: tl.constexpr):
+@jit(do_not_specialize=["R"])
+def _windows(parents, counts, depths, ancestors, order, R, ROWS: tl.constexpr):
     """A program a window. Rows sort depth first by their paths, read as numbers of 4 bits a row from row 0 down."""
     s = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     there = rows < R
     row = rows
-    depth = tl.zeros([ROWS], tl.int32)
-    for i in tl.static_range(ROWS):
+    depth, key = tl.zeros([ROWS], tl.int32), tl.zeros([ROWS], tl.int64)
+    for i in range(R):
         tl.store(ancestors + (s * R + rows) * ROWS + i, row, mask=there)
+        # The path so far moves down by a place; row 0, which all paths begin with, has none.
+        key = tl.where(row > 0, (key >> 4) + (row.to(tl.int64) << 4 * (ROWS - 2)), key)
         up = tl.load(parents + s * R + row, mask=there & (row > 0), other=-1)
         depth += tl.where(up >= 0, 1, 0)
         row = up
+    for i in range(R, ROWS):
+        tl.store(ancestors + (s * R + rows) * ROWS + i, tl.full([ROWS], -1, tl.int32), mask=there)
     tl.store(depths + s * R + rows, depth, mask=there)
-    key = tl.zeros([ROWS], tl.int64)
-    row = rows
-    for i in tl.static_range(ROWS):
-        # Row `row` stands at depth - i of the path; row 0, at depth 0, counts nothing.
-        place = 4 * (ROWS - 1 - (depth - i))
-        key += tl.where(row > 0, row.to(tl.int64) << tl.maximum(place, 0).to(tl.int64), 0)
-        row = tl.load(parents + s * R + row, mask=there & (row > 0), other=-1)
     count = tl.load(counts + s)
     used = rows < count
     # Unused rows come last, in their own order: a path never reaches bit 60.

@@ -34,13 +34,7 @@ def warm_up(model: Model, size: int) -> None:
     """`size`: ids at or beyond it are never drawn."""
     few = copy(model)
     few.text = text = one_of_each(model.text)
-    with compiled_only():
-        for streams in BUCKETS:
-            for rows in BUCKETS:
-                Round(Bucket(streams, rows, size, True), text, model.graphs, None)
-        Round(Bucket(1, 1, size, False, logprobs=True), text, model.graphs, None)  # draws are the same for all shapes
-        for rows in SHORT:
-            Pass(rows, text, model.graphs)
+    with compiled_only():  # what takes longest comes first
         for lengths in LENGTHS:
             states, marks = [model.new_state() for _ in lengths], [[64] for _ in lengths]
             packed = prompts([one.slot.index for one in states], [0] * len(lengths), lengths, marks, "cpu")
@@ -49,6 +43,12 @@ def warm_up(model: Model, size: int) -> None:
         for tokens in TOKENS if model.eyes else ():
             p, merge = model.preprocessor, model.config.vision.merge
             model.tower(torch.zeros(tokens * merge**2, 3 * p.frames * p.patch**2), (1, merge, tokens * merge))
+        for rows in SHORT:
+            Pass(rows, text, model.graphs)
+        for streams in BUCKETS:
+            for rows in BUCKETS:
+                Round(Bucket(streams, rows, size, True), text, model.graphs, None)
+        Round(Bucket(1, 1, size, False, logprobs=True), text, model.graphs, None)  # draws are the same for all shapes
 
 
 def one_of_each(forward: Forward) -> Forward:
