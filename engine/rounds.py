@@ -64,7 +64,7 @@ class Rounds:
     @span("draft")
     def _proposed(self, pairs: list[Pair]) -> Pending:
         waited_ms = since(self._landed) if self._follow and self._landed else 0.0
-        began = time.perf_counter()
+        began = (self._landed if self.drafting.begun else None) or time.perf_counter()
         proposal = self.drafting.propose([stream for _, stream in pairs], waited_ms)
         return Pending(pairs, proposal, since(began))
 
@@ -93,6 +93,7 @@ class Rounds:
 
     def _failed(self, round: Pending, error: Exception) -> None:
         self._next = None
+        self.drafting.drop()
         if len(round.pairs) == 1:
             return self.engine.fail(round.pairs[0][0], error)
         for pair, draft in zip(round.pairs, round.proposal.kept):
@@ -118,6 +119,8 @@ class Rounds:
         else:
             began = self._landed or began  # from then on it had the device
         self._next = self._following(round)
+        if self._next is None and self._launch is not None:
+            self.drafting.ahead([stream for _, stream in round.pairs], round.proposal.kept, round.landing)
         self.tell()  # while the device is busy
         self.engine.keeping.step()
         outcomes = round.landing()
@@ -164,7 +167,7 @@ class Rounds:
         try:
             if not outcome.walk.rows:
                 raise FloatingPointError(outcome.walk.error)
-            self.drafting.read(stream, outcome.taps, len(stream.ids) - 1)
+            self.drafting.read(stream, outcome)
             tokens = stream.accept(outcome.walk, outcome.likely)
         except Exception as error:
             return self.engine.fail(job, error)

@@ -21,7 +21,7 @@ from ..sampling import Draw
 from . import budget, tree
 from .budget import Calibration, Curve, Share, Worth, crowd
 from .copy import Copies
-from .draft import NOTHING, ROWS, Draft, Lattice, Walk
+from .draft import NOTHING, ROWS, Draft, Lattice, Outcome, Walk
 
 T = TypeVar("T")
 HELD = 4096
@@ -95,6 +95,8 @@ class Drafting:
         self._calibrations: dict[tuple, Calibration] = defaultdict(Calibration)
         self._worths: dict[tuple, Worth] = defaultdict(Worth)
         self._costs: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=budget.RECENT))
+        self._begun: Any = None
+        """Drafts under way behind a round: a drafter's `static.Begun`."""
 
     def begin(self, streams: list[Any], taps: Taps, decoding: int) -> None:
         """A prompt's streams begin to decode, their first tokens delivered; `taps`: the prompt's, as far as they were
@@ -115,10 +117,11 @@ class Drafting:
         """Drafts for the next round of these streams, cut to what is worth its rows. `waited_ms`: for how long a round
         without drafts would have been under way by now."""
         began = time.perf_counter()
+        begun, self._begun = self._begun, None
         limits = [min(ROWS, stream.room) - 1 for stream in streams]
         raw = [self._copied(stream, limit) for stream, limit in zip(streams, limits)]
         asking = self._asking(streams, [i for i, draft in enumerate(raw) if not draft.ids and limits[i] > 0])
-        for i, draft in self._blocks(streams, limits, asking):
+        for i, draft in self._blocks(streams, limits, asking, begun):
             raw[i] = draft
         drafts = [
             self._calibrations[kind(stream)].corrected(draft) if draft.source in ("tree", "block") else draft
@@ -133,6 +136,31 @@ class Drafting:
         costs = self._costs[crowd(asked - 1)]
         costs.append(now)
         return median_low(costs)
+
+    def ahead(self, streams: list[Any], kept: list[Draft], flight: Any) -> None:
+        """Have the drafter begin behind a round that is under way, where it can and every stream of the round is going
+        to ask it: on the device nothing then waits for what the host does with the round. `kept`: what the round
+        verifies; `flight`: as the family's `launch_round` gave it."""
+        behind, ready = getattr(self.drafter, "behind", None), [stream.guesses for stream in streams]
+        if behind is None or any(one.context is None or one.taps.rows for one in ready):
+            return
+        if any(draft.source == "copy" for draft in kept) or any(map(self._near, streams)):
+            return
+        if any(worth.resting for worth in self._asked(streams)):
+            return
+        try:
+            self._begun = behind([one.context for one in ready], flight)
+        except Exception as error:
+            self._failed(streams, error)
+
+    @property
+    def begun(self) -> bool:
+        """Whether drafts for the next round are under way."""
+        return self._begun is not None
+
+    def drop(self) -> None:
+        """The round that drafts are under way behind has failed."""
+        self._begun = None
 
     def idle(self, streams: list[Any]) -> bool:
         """Whether the round behind the next is one without guesses, whatever tokens the next one gives: nobody may copy
@@ -175,10 +203,13 @@ class Drafting:
             if worth.paused:
                 self._calibrations[alike].fade(budget.STALE)
 
-    def read(self, stream: Any, taps: Any, start: int) -> None:
-        """Tapped rows of a stream's walk, from row `start` on: read with its next draft."""
-        if stream.guesses.context is not None and taps is not None:
-            stream.guesses.taps.add(taps, start)
+    def read(self, stream: Any, outcome: Outcome) -> None:
+        """What a round gave the stream, which has not taken it yet: tapped rows are read with its next draft."""
+        context, start = stream.guesses.context, len(stream.ids) - 1
+        if self._begun is not None and context in self._begun:
+            self._begun.moved(context, start + len(outcome.walk.rows))
+        elif context is not None and outcome.taps is not None:
+            stream.guesses.taps.add(outcome.taps, start)
 
     def _read(self, context: Any, taps: Taps) -> None:
         """All at once: after a pause there may be hundreds of parts."""
@@ -212,8 +243,9 @@ class Drafting:
         asked = [own for alike, own in kinds if not self._worths[crowd(len(streams)), alike].rests()]
         return sorted(i for own in asked for i in own)
 
-    def _blocks(self, streams: list[Any], limits: list[int], asking: list[int]) -> list[tuple[int, Draft]]:
-        """The drafter's drafts for the streams of these places: in one batch, or none where it fails."""
+    def _blocks(self, streams: list[Any], limits: list[int], asking: list[int], begun: Any) -> list[tuple[int, Draft]]:
+        """The drafter's drafts for the streams of these places: those that are under way, the others in one batch, and
+        none where it fails."""
         if not asking:
             return []
         from .block import Ask
@@ -224,11 +256,18 @@ class Drafting:
                 guesses, ids = streams[i].guesses, streams[i].ids
                 self._read(guesses.context, guesses.taps)
                 asks.append(Ask(guesses.context, ids[-1], len(ids) - 1, min(limits[i], self.drafter.block - 1)))
-            lattices = self.drafter.lattices(asks)
-            return [(i, self._draft(streams[i], lattice)) for i, lattice in zip(asking, lattices, strict=True)]
+            lattices = self._lattices(asks, begun)
+            return [(i, self._draft(streams[i], lattice)) for i, lattice in zip(asking, lattices)]
         except Exception as error:
             self._failed([streams[i] for i in asking], error)
             return []
+
+    def _lattices(self, asks: list[Any], begun: Any) -> list[Lattice]:
+        ready = [ask for ask in asks if begun is not None and ask.context in begun]
+        found = dict(zip((ask.context for ask in ready), begun.lattices(ready) if ready else ()))
+        if rest := [ask for ask in asks if ask.context not in found]:
+            found.update(zip((ask.context for ask in rest), self.drafter.lattices(rest), strict=True))
+        return [found[ask.context] for ask in asks]
 
     @staticmethod
     def _draft(stream: Any, lattice: Lattice) -> Draft:

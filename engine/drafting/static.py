@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,6 +25,7 @@ from tfmagic.kernels.gpu import block
 from tfmagic.kernels.gpu.block import TILE, Ring, Seen, attend, bounded, convolve, edges, likeliest, turned
 from tfmagic.kernels.gpu.compiling import compiled_only
 from tfmagic.kernels.gpu.norm import rms
+from tfmagic.kernels.gpu.relay import Blocks, relay
 from tfmagic.kernels.gpu.rope import tables
 from tfmagic.kernels.gpu.sample import embed
 from tfmagic.kernels.gpu.tiles import MOST
@@ -88,7 +90,9 @@ class StaticDrafter(Loaded):
         """Compile what will be launched, many kernels at once."""
         with compiled_only():
             for streams in BUCKETS:
-                Batch(self, streams, graphs)
+                batch = Batch(self, streams, graphs)
+            walked = torch.zeros(streams, 2, dtype=torch.int32, device=self.device)
+            relay(walked, walked, walked[:, 0], self.waiting[0, :1], self.waiting, batch.blocks)
             for rows in (*MOST[:-1], MOST[-2] + 1):
                 taps = torch.empty(rows, self.waiting.shape[2], dtype=self.dtype, device=self.device)
                 slots = torch.zeros(rows, dtype=torch.int32, device=self.device)
@@ -158,6 +162,22 @@ class StaticDrafter(Loaded):
                 found += self.batches[next(n for n in BUCKETS if n >= len(batch))].run(batch)
         return found
 
+    @torch.no_grad()
+    def behind(self, contexts: list[Context], flight: Any) -> Begun | None:
+        """Begin drafts behind a round that is under way, with what it is going to give: its last tokens, and its tapped
+        rows, which whoever waits for it then does not get. None where rows wait in a context or one is empty.
+
+        contexts: of all of its streams, in their order. flight: an `engine.families.qwen3_5.gpu.rounds.Flight`, no walk
+        of which can have more rows than a block.
+        """
+        if any(context.waiting or context.end == context.start for context in contexts):
+            return None
+        with self.current():
+            batch = self.batches[next(n for n in BUCKETS if n >= len(contexts))]
+            flight.fetch(tapped=False)
+            batch.behind(contexts, flight.round)
+        return Begun(batch, contexts)
+
     def draft(self, f: dict[str, Tensor], out: dict[str, Tensor]) -> None:
         """What is captured: f holds the streams' contexts and blocks, `out` takes their candidates (see `Batch`)."""
         c, w = self.config, self.weights
@@ -207,12 +227,11 @@ class Batch:
 
     def __init__(self, drafter: StaticDrafter, streams: int, graphs: Graphs):
         S, R, K, whole = streams, drafter.block, drafter.config.candidates, torch.int32
+        self.drafter = drafter
         each = whole, (S,)
         self.into = Fields(
             drafter.device,
-            ids=(whole, (S, R)),  # the pending token, then masks
-            places=(whole, (2, S, R)),  # of the block's rows, and of those that wait
-            owners=(whole, (S, R)),  # of a row that waits, its slot; -1: there is none
+            ids=(whole, (S, R)), places=(whole, (2, S, R)), owners=(whole, (S, R)),  # `Blocks`
             slots=each, starts=each, ends=each, positions=each,  # `Seen`
         )  # fmt: skip
         table = torch.float32, (S, R - 1, K)
@@ -224,29 +243,77 @@ class Batch:
         self.launch = graphs.captured(lambda: drafter.draft(*told))
         self.out.capture(graphs)
 
+    @property
+    def blocks(self) -> Blocks:
+        return Blocks(*(self.into.device[name] for name in Blocks._fields))
+
     def run(self, asks: list[Ask]) -> list[Lattice]:
         f, n, contexts = self.into.numpy, len(asks), [ask.context for ask in asks]
-        for name in ("slots", "starts", "ends", "positions"):
-            f[name][n:] = 0
-        f["owners"][n:] = -1
+        slots, ends = self._fill(contexts)
         f["ids"][:n, 0] = [ask.anchor for ask in asks]
-        f["slots"][:n] = slots = np.array([context.slot for context in contexts])
-        f["starts"][:n] = [context.start for context in contexts]
-        f["ends"][:n] = ends = np.array([context.end for context in contexts])
         f["positions"][:n] = positions = np.array([ask.position for ask in asks])
         waiting, order = np.array([context.waiting for context in contexts]), np.arange(f["ids"].shape[1])
         f["places"][0, :n] = positions[:, None] + order
         f["places"][1, :n] = (ends - waiting)[:, None] + order
         f["owners"][:n] = np.where(order < waiting[:, None], slots[:, None], -1)
         self.into.send()
+        self._launch(contexts)
+        return self.found(range(n), asks)
+
+    def behind(self, contexts: list[Context], round: Any) -> None:
+        """The same behind a round, with what it leaves on the device."""
+        self._fill(contexts)
+        self.into.send()
+        given = (round.out.device[name] for name in ("drawn", "path", "walked"))
+        relay(*given, round.taps, self.drafter.waiting, self.blocks)
+        self._launch(contexts)
+
+    def _fill(self, contexts: list[Context]) -> tuple[np.ndarray, np.ndarray]:
+        """What is known of the contexts; their slots and ends."""
+        f, n = self.into.numpy, len(contexts)
+        self.into.wait()  # nobody may have waited for the last drafts
+        for name in ("slots", "starts", "ends", "positions"):
+            f[name][n:] = 0
+        f["owners"][n:] = -1
+        f["slots"][:n] = slots = np.array([context.slot for context in contexts])
+        f["starts"][:n] = [context.start for context in contexts]
+        f["ends"][:n] = ends = np.array([context.end for context in contexts])
+        return slots, ends
+
+    def _launch(self, contexts: list[Context]) -> None:
         self.launch()
-        self.out.receive()
+        self.out.fetch()
         for context in contexts:
             context.waiting = 0
+
+    def found(self, places: Iterable[int], asks: list[Ask]) -> list[Lattice]:
+        """What the last launch gave at these places, of each as much as is asked for."""
+        self.out.wait()
         found = self.out.numpy
         ids, logits, table = found["ids"].astype(np.int64), found["logits"].copy(), found["edges"].copy()
-        places = [min(ask.places, ids.shape[1]) for ask in asks]
-        return [Lattice(ids[s, :own], logits[s, :own], table[s, :own]) for s, own in enumerate(places)]
+        rows = [min(ask.places, ids.shape[1]) for ask in asks]
+        return [Lattice(ids[s, :own], logits[s, :own], table[s, :own]) for s, own in zip(places, rows)]
+
+
+class Begun:
+    """Drafts under way behind a round; until the next ones begin, they may be asked for."""
+
+    def __init__(self, batch: Batch, contexts: list[Context]):
+        self.batch = batch
+        # A stream that ends meanwhile lets its context go: what is still written there comes before all else.
+        self._places = weakref.WeakKeyDictionary(zip(contexts, range(len(contexts))))
+
+    def __contains__(self, context: Any) -> bool:
+        return context in self._places
+
+    def moved(self, context: Context, end: int) -> None:
+        """The round has landed: what it walked of this context's sequence ends before row `end`."""
+        context.end = end
+
+    def lattices(self, asks: list[Ask]) -> list[Lattice]:
+        """Of contexts that have moved, as `StaticDrafter.lattices`."""
+        self.batch.drafter.check(asks)
+        return self.batch.found([self._places[ask.context] for ask in asks], asks)
 
 
 def before(mix: Convolution | None, y: Tensor, R: int) -> tuple[Tensor, Tensor | None]:

@@ -38,6 +38,13 @@ class Chosen:
     def lattices(self, asks: list[Ask]) -> list[Lattice]:
         return [self._chosen(ask, lattice) for ask, lattice in zip(asks, self.drafter.lattices(asks))]
 
+    def behind(self, contexts: list[Any], flight: Any) -> Any:
+        begun = self.drafter.behind(contexts, flight)
+        if begun is not None:
+            really = begun.lattices
+            begun.lattices = lambda asks: [self._chosen(ask, lattice) for ask, lattice in zip(asks, really(asks))]
+        return begun
+
     def _chosen(self, ask: Ask, lattice: Lattice) -> Lattice:
         at = ask.position
         mine = [

@@ -15,10 +15,11 @@ from tfmagic.engine.drafting.block import Ask, Drafter
 from tfmagic.engine.drafting.dflash import weights
 from tfmagic.engine.drafting.static import CONTEXTS, StaticDrafter
 from tfmagic.engine.loop import Engine
-from tfmagic.kernels.gpu import block
+from tfmagic.kernels.gpu import block, relay
 from tfmagic.kernels.gpu.block import Ring, Seen
 
 from ..engine.conftest import GREEDY, SEEDED, Bench, letter, text_prompt
+from ..kernels_gpu import test_relay as handed
 from .conftest import FIRST, Target, changed, taps
 
 pytestmark = pytest.mark.gpu
@@ -104,6 +105,17 @@ def test_rounds_of_streams_that_come_and_go(write):
     # Both round to bf16, in other orders. A row of another context would share few of the candidates.
     assert np.mean([part for part, _ in alike]) > 0.9 and np.median([error for _, error in alike]) < 0.12
     assert sorted(forms[0].free) == sorted(forms[1].free)
+
+
+@pytest.mark.parametrize(("S", "R", "B", "W"), [(1, 1, 8, 5 * 5120), (16, 16, 16, 5 * 4096), (4, 8, 8, 2 * 320)])
+def test_what_a_round_hands_on(S, R, B, W):
+    ours, twin = (handed.case(S, R, B, W) for _ in range(2))
+    *given, to = ours
+    given, to = [x.cuda() for x in given], relay.Blocks(*(x.cuda() for x in to))
+    relay.relay(*given, to)
+    relay.relay_twin(*twin)
+    for made, said in zip((given[4], *to), (twin[4], *twin[5])):
+        assert torch.equal(made.cpu(), said)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tfmagic.engine.checkpoint import Checkpoint, resolve
 from tfmagic.engine.drafting.block import Ask
 from tfmagic.engine.drafting.draft import chain
 from tfmagic.engine.drafting.static import StaticDrafter
+from tfmagic.engine.families.qwen3_5.gpu.fields import Fields
 from tfmagic.engine.families.qwen3_5.gpu.graphs import Graphs
 from tfmagic.engine.families.qwen3_5.gpu.rounds import First, Round
 from tfmagic.engine.families.qwen3_5.gpu.warmup import one_of_each, warm_up
@@ -101,7 +103,7 @@ def test_nor_is_anything_of_the_drafters(shipped, launched, bits):
     folder = Checkpoint(Checkpoint(resolve(None)).path / "drafter")
     drafter = StaticDrafter(folder, shipped, "cpu", GREEDY.size, bits, dtype=torch.bfloat16)
     drafter.warm_up(Graphs(torch.device("cpu")))
-    known, rng, width = set(launched), random.Random(4), drafter.waiting.shape[2]
+    known, rng, width, i32 = set(launched), random.Random(4), drafter.waiting.shape[2], torch.int32
     assert len(known) > 15
     for streams in (1, 2, 3, 7, 16):
         contexts = [drafter.context() for _ in range(streams)]
@@ -109,6 +111,11 @@ def test_nor_is_anything_of_the_drafters(shipped, launched, bits):
             for rows in (rng.randrange(1, 900), rng.randrange(1, 12), rng.randrange(1, 60)):
                 drafter.extend(context, torch.zeros(rows, width, dtype=torch.bfloat16), context.end)
         drafter.lattices([Ask(context, 1, context.end, 7) for context in contexts])
+        for rows in (1, 16):
+            shape = -(-streams // 4) * 4, rows
+            out = Fields(drafter.device, drawn=(i32, shape), path=(i32, shape), walked=(i32, shape[:1]))
+            round = SimpleNamespace(out=out, taps=torch.zeros(shape[0] * rows, width, dtype=torch.bfloat16))
+            drafter.behind(contexts, SimpleNamespace(fetch=lambda tapped: None, round=round))
         del context, contexts
     assert {one for one in launched if one not in known} == set()
 

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("triton")
 
 from tests.kernels_gpu.test_compile_mixers import bf16, checked, fp32, i32, meta
-from tfmagic.kernels.gpu import block
+from tfmagic.kernels.gpu import block, relay
 
 SHAPES = {"27B": (32, 8, 128, 5, 8), "block 16": (32, 8, 128, 5, 16), "embedded": (4, 2, 64, 2, 8)}
 """Heads, kv heads, their width, layers, rows of a block."""
@@ -49,3 +49,11 @@ def test_the_likeliest(V):
 def test_edges():
     ids, anchors, out = meta(4, 7, 16, dtype=bf16).long(), meta(4, 8, dtype=i32)[:, 0], meta(4, 7, 16, 16, dtype=fp32)
     checked(lambda: block.edges(ids, anchors, meta(28, 256), meta(1000, 256), meta(1000, 256), out), block)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("S", "B", "W"), [(1, 8, 5 * 4096), (16, 16, 3 * 2560)])
+def test_what_is_handed_on(S, B, W):
+    walked = meta(S, 16, dtype=i32), meta(S, 16, dtype=i32), meta(S, dtype=i32)
+    to = relay.Blocks(*(meta(*shape, dtype=i32) for shape in ((S, B), (2, S, B), (S, B), (S,), (S,), (S,))))
+    checked(lambda: relay.relay(*walked, meta(S * 16, W), meta(19, B, W), to), relay)

@@ -203,10 +203,11 @@ class Flight:
         self._fetched = False
         self._outcomes: list[Outcome] | None = None
 
-    def fetch(self) -> None:
-        """Have what it gives brought, before the round behind it writes over it."""
+    def fetch(self, tapped: bool = True) -> None:
+        """Have what it gives brought, before the round behind it writes over it. Not `tapped`: without tapped rows,
+        for somebody else takes them from `round.taps`."""
         if not self._fetched:
-            self._tapped, self._fetched = self.round.tapped(), True
+            self._tapped, self._fetched = self.round.tapped() if tapped else None, True
             self.round.out.fetch()
 
     def wait(self) -> list[Outcome]:
