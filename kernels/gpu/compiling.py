@@ -51,12 +51,13 @@ def compiled_only(threads: int | None = None) -> Iterator[None]:
 class Compilers(ThreadPoolExecutor):
     """Threads that compile kernels and make each ready to be launched."""
 
-    def submit(self, compile: Callable[[], Any]) -> Future:
-        return super().submit(lambda: loaded(compile()))
+    def submit(self, compile: Callable[..., Any], *args: Any) -> Future:
+        return super().submit(lambda: loaded(compile(*args)))
 
 
 def loaded(kernel: Any) -> Any:
-    """A compiled kernel, its launcher built and itself on the device, as its first launch would have it."""
+    """A kernel that was compiled: if it is Triton's, its launcher is built and it is on the device, as its first launch
+    would have it."""
     with suppress(Exception):
         _ = kernel.run
     return kernel

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget
+from triton.runtime._async_compile import active_mode
 from triton.runtime.driver import driver
 
 from tfmagic.kernels.gpu import norm
@@ -52,3 +53,11 @@ def test_kernels_are_built_and_not_run(monkeypatch, tmp_path):
             norm.rms(x, w, 1e-6)
     finally:
         norm._rms.device_caches.pop(0, None)
+
+
+def test_what_is_no_kernel_of_triton_s_is_compiled_beside_them(monkeypatch):
+    """As those of CUDA C++ are."""
+    monkeypatch.setattr(driver, "_active", Driver())
+    with compiled_only(2):
+        found = active_mode.get().executor.submit(divmod, 7, 2)
+    assert found.result(0) == (3, 1)
