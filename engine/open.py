@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import psutil
@@ -154,7 +155,7 @@ def open(
     if (budget or store.disk is not None) and hasattr(family, "pin"):
         family.pin(budget)
     progress("ready")
-    engine = Engine(family, store, emit, lambda id: text.decode([id]), memory, drafter, curve)
+    engine = Engine(family, store, emit, pieces(text), memory, drafter, curve)
     return Opened(checkpoint, family, device, engine, text, drafter)
 
 
@@ -173,6 +174,11 @@ def reading(name: str, progress: Callable[[str], None]) -> Callable[[int, int], 
             progress(text)
 
     return tell
+
+
+def pieces(text: TextSide) -> Callable[[int], str]:
+    """One token's text. The likeliest tokens of many streams are hundreds a round, and mostly the same."""
+    return lru_cache(1 << 16)(lambda id: text.decode([id]))
 
 
 def drawable(model, text: TextSide) -> int:
