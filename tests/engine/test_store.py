@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from tfmagic.engine.cache.key import prefixes, whole
+from tfmagic.engine.cache.key import named, prefixes, whole
 from tfmagic.engine.cache.store import Counts, Store, last_mark, marks
 
 
@@ -40,6 +40,7 @@ def test_prefix_names_depend_on_all_that_went_before():
     a, b = prefixes(key(200), 64), prefixes([9, *key(200)[1:]], 64)
     assert len(a) == 3 and not set(a) & set(b)
     assert prefixes(key(130), 64) == a[:2] and prefixes(key(63), 64) == []
+    assert all(named(key(n), 64) == (prefixes(key(n), 64), whole(key(n))) for n in (0, 63, 64, 200))
     assert whole(key(3)) != whole(key(4)) and prefixes([-(2**63)] * 64, 64)
 
 
@@ -54,7 +55,7 @@ def test_the_longest_state_that_leaves_a_row_to_compute_is_found():
 def test_a_name_is_never_trusted_alone(monkeypatch):
     store = Store(1 << 20, 64)
     kept(store, 100, 64)
-    monkeypatch.setattr("tfmagic.engine.cache.store.prefixes", lambda *_: prefixes(key(64), 64))
+    monkeypatch.setattr("tfmagic.engine.cache.store.named", lambda *_: named(key(64), 64))
     assert store.find(key(100, salt=1)) is None
 
 

@@ -117,7 +117,7 @@ class Model:
         self.text = Forward(text, read, self.pool, self.device)
         self.graphs = Graphs(self.device)
         self.rounds, self.short = Rounds(self.text, self.graphs), Short(self.text, self.graphs)
-        self.first = First(self.device, self.graphs)
+        self.first = First(text.vocab, self.device, self.graphs)
         self.plan = described(planned, text, weights.size(read, self.eyes), self.text.space.bytes)
         """Where the device's memory went, in words."""
         self.size = self.vocab
@@ -129,6 +129,7 @@ class Model:
         self.size = size
         if self.device.type == "cuda":
             warm_up(self, size)
+            self.first.greedy(size)
 
     def pin(self, size: int) -> None:
         """Make room in host memory, from now on and beside what runs, for kept states of `size` bytes."""
