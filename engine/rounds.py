@@ -36,7 +36,8 @@ class Rounds:
 
     Where no stream will bring guesses to the next round, and the model can give it the tokens itself, that round begins
     before they are here (overlapped or asynchronous scheduling, elsewhere): the device then never waits for the host. A
-    stream that they end computes a row more, which nobody takes.
+    stream that they end computes a row more, which nobody takes. Where all streams will ask their drafter, it begins
+    behind the round likewise.
     """
 
     def __init__(self, engine: Any, drafting: Drafting):

@@ -204,7 +204,8 @@ class Drafting:
                 self._calibrations[alike].fade(budget.STALE)
 
     def read(self, stream: Any, outcome: Outcome) -> None:
-        """What a round gave the stream, which has not taken it yet: tapped rows are read with its next draft."""
+        """What a round gave the stream, which has not taken it yet: tapped rows are read with its next draft, but for
+        those that its drafts under way have taken on the device."""
         context, start = stream.guesses.context, len(stream.ids) - 1
         if self._begun is not None and context in self._begun:
             self._begun.moved(context, start + len(outcome.walk.rows))
@@ -263,6 +264,7 @@ class Drafting:
             return []
 
     def _lattices(self, asks: list[Any], begun: Any) -> list[Lattice]:
+        """Of every ask, `begun`'s where it is among them; the others' are made now."""
         ready = [ask for ask in asks if begun is not None and ask.context in begun]
         found = dict(zip((ask.context for ask in ready), begun.lattices(ready) if ready else ()))
         if rest := [ask for ask in asks if ask.context not in found]:

@@ -3,7 +3,9 @@
 Every context has a slot of a ring that is laid out once (`kernels.gpu.block`), and a few places for tapped rows that
 wait to be projected: those of a round come in with the next draft's launch, all streams' in one product. Between one
 copy in and one copy out, a launch projects them, runs the block and chooses candidates; it is captured once for each of
-1, 2, 4, 8 and 16 streams. On a CPU the same code runs on the kernels' twins, which is how it is tested.
+1, 2, 4, 8 and 16 streams. It may be launched behind a round that is under way: tapped rows and last tokens are then
+handed on where they are (`kernels.gpu.relay`), while the host takes note of the round. On a CPU the same code runs on
+twins, which is how it is tested.
 
 A layer sees `KEPT` context rows at most, also where the drafter has no window. What `block` says of tokens and bits
 holds here.
