@@ -23,7 +23,7 @@ quick: .venv/ready               ## the tests that take seconds
 	OMP_NUM_THREADS=1 $(BIN)/pytest
 
 test-gpu:                        ## on a machine with a CUDA device, in the environment that is active there
-	python3 -m pytest -p tests.gpu.isolation -m gpu tests/gpu tests/drafting/test_gpu.py tests/disk/test_gpu.py \
+	python3 -m pytest -p tests.gpu.isolation -m gpu tests/gpu tests/drafting tests/disk/test_gpu.py \
 		tests/checkpoint/test_reading.py
 
 lint: .venv/ready
