@@ -206,6 +206,7 @@ def cell_table() -> Table:
         help="a variable (PIL image, array, figure, bytes, path) or a file; repeatable, before the text")
     add("--system", metavar="TEXT", help="the system turn")
     add("--chat", type=chat, metavar="NAME", complete="chat", help="go on with the conversation of this name")
+    add("--new", action="store_true", help="begin the --chat anew, so that the notebook can be run again")
     add("--raw", action="store_true", help="take the body as it is: no {{fields}}")
     add = table.adding("sampling (left out: the model's own defaults)")
     add("--max-tokens", type=number(int, 1), metavar="N", help="the longest reply")

@@ -104,6 +104,7 @@ class Engine:
         images: Iterable = (),
         system: str | None = None,
         chat: str | None = None,
+        new: bool = False,
         messages: Iterable | None = None,
         streams: int = 1,
         background: bool = False,
@@ -112,8 +113,9 @@ class Engine:
         """Hand in a prompt and return at once with its handle.
 
         prompt: text, or a sequence of texts and images in order. images: stand before the text; see `pictures.encode`,
-        or (name, image) pairs. messages: earlier turns, as `protocol.Message` or {"role": ..., "content": ...}.
-        params: the fields of `protocol.Params`. Raises Refusal when the engine does not take it.
+        or (name, image) pairs. new: the chat of that name begins anew. messages: earlier turns, as `protocol.Message`
+        or {"role": ..., "content": ...}. params: the fields of `protocol.Params`. Raises Refusal when the engine does
+        not take it.
         """
         parameters = parse(params)
         book = _Book()
@@ -125,10 +127,9 @@ class Engine:
             turns.append(Message("user", content))
         run = secrets.token_hex(4)
         connection = self._connection
+        asked = run, turns, parameters, streams, chat, background, new
         try:
-            call = connection.call(
-                lambda call: protocol.Submit(call, run, turns, parameters, streams, chat, background), images=book.data
-            )
+            call = connection.call(lambda call: protocol.Submit(call, *asked), images=book.data)
         except KeyboardInterrupt:
             with contextlib.suppress(TfmagicError):
                 connection.send(protocol.Cancel(0, run))
@@ -143,9 +144,9 @@ class Engine:
         """`submit`; iterate over the result for the pieces of text as they come. Leaving the loop stops the run."""
         return Streaming(self.submit(prompt, **arguments))
 
-    def chat(self, name: str | None = None, system: str | None = None) -> Chat:
-        """The conversation of this name, kept in the engine; without a name a new one."""
-        return Chat(self, name or f"chat-{secrets.token_hex(4)}", system)
+    def chat(self, name: str | None = None, system: str | None = None, new: bool = False) -> Chat:
+        """The conversation of this name, kept in the engine; without a name, or `new`, one that begins."""
+        return Chat(self, name or f"chat-{secrets.token_hex(4)}", system, new)
 
     def follow(self, run: str | None = None) -> Handle:
         """The handle of a run of any client, running or finished; None: the newest."""
@@ -218,13 +219,13 @@ class Streaming:
 class Chat:
     """A conversation. Its turns are kept in the engine, so they survive this process."""
 
-    def __init__(self, engine: Engine, name: str, system: str | None = None):
-        self.engine, self.name, self._system = engine, name, system
+    def __init__(self, engine: Engine, name: str, system: str | None = None, new: bool = False):
+        self.engine, self.name, self._begins = engine, name, {"system": system, "new": new}
 
     def submit(self, text: str | Sequence, images: Iterable = (), **arguments: Any) -> Handle:
         """Hand in the next turn."""
-        handle = self.engine.submit(text, images=images, chat=self.name, system=self._system, **arguments)
-        self._system = None  # said once, at the chat's beginning
+        handle = self.engine.submit(text, images=images, chat=self.name, **self._begins | arguments)
+        self._begins = {}  # said once, at the chat's beginning
         return handle
 
     def send(self, text: str | Sequence, images: Iterable = (), **arguments: Any) -> Run:

@@ -57,6 +57,8 @@ class TfoldMagics(Magics):
         from .views import watch
 
         arguments = CELL.parse(line)
+        if arguments.new and not arguments.chat:
+            raise UsageError("%%tfold --new begins a conversation anew; say which one with --chat NAME")
         shown_by = self._renderer(arguments.view or self.view)
         prompt = inputs.prompt(body, arguments.image, arguments.raw, self.shell.user_ns)
         if arguments.sweep:
@@ -98,6 +100,7 @@ class TfoldMagics(Magics):
                 prompt,
                 system=arguments.system,
                 chat=arguments.chat,
+                new=arguments.new,
                 streams=arguments.streams,
                 background=arguments.bg,
                 **params,

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from .run import Picture, Round, Run, Token
 
-VERSION = 2
+VERSION = 3
 """Raised with every change that an older peer would misread."""
 MAX_FRAME = 64 * 1024 * 1024
 """Bytes. Holds a request's images at their limit with room to spare."""
@@ -72,6 +72,8 @@ class Submit(msgspec.Struct, tag="submit"):
     """Continue the conversation of this name, kept in the engine."""
     background: bool = False
     """False: the run is cancelled when its client goes away."""
+    new: bool = False
+    """The chat begins with this turn; what was said before under its name goes once there is a reply."""
 
 
 class Images(msgspec.Struct, tag="images"):

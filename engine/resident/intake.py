@@ -202,6 +202,7 @@ def check(ask: Submit) -> None:
         (malformed, "An image's digest is malformed.", "Give the SHA-256 of its encoded bytes, in hex."),
         (len(ask.chat or "x") > 200, "The chat's name is too long.", "Use at most 200 characters."),
         (ask.chat == "", "The chat's name is empty.", "Give it a name."),
+        (ask.new and ask.chat is None, "A chat is to begin anew and none is named.", "Say which: chat=NAME."),
     ):
         if wrong:
             raise Refusal(problem, fix)

@@ -118,6 +118,8 @@ class Chat:
     """What its messages show: kept with it, because a later turn's client may never have had them."""
     turns: int = 0
     running: str | None = None
+    before: Chat | None = None
+    """The one of the same name that this one is to replace, until it has a turn."""
 
 
 class Chats:
@@ -131,8 +133,9 @@ class Chats:
 
     def begin(self, ask: Submit) -> Chat:
         """The chat that the submission continues, made if new. Raises Refusal when it may not be continued now."""
-        if ask.chat in self.dropped:
-            del self.dropped[ask.chat]
+        dropped = ask.chat in self.dropped
+        self.dropped.pop(ask.chat, None)
+        if dropped and not ask.new:
             raise Refusal(
                 f"The chat {ask.chat!r} is not kept any more: {self.count:,} newer ones or {self.size // MIB} MiB are.",
                 "Hand in its turns as messages=, or run again to begin it anew.",
@@ -143,11 +146,13 @@ class Chats:
                 f"The chat {ask.chat!r} is still answering (run {chat.running}).",
                 f"Wait for it, or stop it: %tfold cancel {chat.running}",
             )
+        if ask.new:
+            return Chat(before=chat if chat.turns else None)
         said = [message for message in ask.messages if message.role == "system"]
         if chat.turns and said and said != chat.messages[:1]:  # the same again is no change: a cell may be run twice
             raise Refusal(
                 f"The chat {ask.chat!r} has begun; its system text cannot change.",
-                "Leave --system out, or begin another --chat.",
+                "Leave --system out, add --new, or begin another --chat.",
             )
         return chat
 
@@ -166,16 +171,21 @@ class Chats:
         if record.status == "done" or (record.status == "stopped" and record.text):
             chat.messages = [*messages, Message("assistant", [Text(record.text)])]
             chat.images = images
-            chat.turns += 1
-        if not chat.turns:
-            del self.chats[record.chat]
+            chat.turns, chat.before = chat.turns + 1, None
+        self._settle(record.chat)
         self._trim()
 
     def release(self, name: str) -> None:
         """The turn was refused: nothing has happened."""
+        self.chats[name].running = None
+        self._settle(name)
+
+    def _settle(self, name: str) -> None:
+        """A chat without a turn is none: what it was to replace stays."""
         chat = self.chats[name]
-        chat.running = None
-        if not chat.turns:
+        if not chat.turns and chat.before is not None:
+            self.chats[name] = chat.before
+        elif not chat.turns:
             del self.chats[name]
 
     def _trim(self) -> None:

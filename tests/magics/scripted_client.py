@@ -62,8 +62,9 @@ class Engine:
         self.stopped = False
         self.script = events
 
-    def submit(self, prompt, *, system=None, chat=None, streams=1, background=False, **params):
-        self.asked.append({"prompt": prompt, "system": system, "chat": chat, "streams": streams, "params": params})
+    def submit(self, prompt, *, system=None, chat=None, new=False, streams=1, background=False, **params):
+        asked = {"prompt": prompt, "system": system, "chat": chat, "new": new, "streams": streams, "params": params}
+        self.asked.append(asked)
         if prompt == ["refuse this"]:
             raise Refusal("The prompt is refused.", "Write another.")
         run = f"run{len(self.handles)}abc"

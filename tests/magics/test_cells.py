@@ -28,13 +28,14 @@ def test_cell_shows_the_reply_once_and_binds_the_run(shell):
 def test_flags_reach_the_engine(shell):
     shell.run(
         "%%tfold --max-tokens 9 --temperature 0.5 --top-p .9 --top-k 5 --min-p 0.1 --seed 7 --draft off "
-        '--cache off -n 2 --logprobs 3 --stop "\\n\\n" --stop END --system "Be brief." --chat a.b\nhello'
+        '--cache off -n 2 --logprobs 3 --stop "\\n\\n" --stop END --system "Be brief." --chat a.b --new\nhello'
     )
     assert shell.asked["params"] == {
         "max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 7, "draft": "off",
         "cache": "off", "logprobs": 3, "stop": ["\n\n", "END"],
     }
     assert shell.asked["streams"] == 2 and shell.asked["system"] == "Be brief." and shell.asked["chat"] == "a.b"
+    assert shell.asked["new"]
 
 
 def test_zero_is_a_value_and_what_is_left_out_is_not_sent(shell):
@@ -95,6 +96,7 @@ MISUSE = {
     "--view live": "%%tfold: the live view needs a notebook page and anywidget; use --view text here",
     "--cache no": "%%tfold --cache takes on or off, not 'no'",
     "--chat 'a b'": "%%tfold --chat takes a name of 1 to 64 letters, digits, '-', '_', '.' or ':'",
+    "--new": "%%tfold --new begins a conversation anew; say which one with --chat NAME",
     "--stop ''": "%%tfold --stop takes a text that is not empty",
     "-o 1x": "%%tfold -o takes a variable name, not '1x'",
     "-o class": "%%tfold -o takes a variable name, not 'class'",

@@ -86,7 +86,7 @@ def test_mutated_requests_are_answered(raw, data):
         st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
         lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     ),
-    key=st.sampled_from(("call", "run", "messages", "params", "streams", "chat", "background", "type")),
+    key=st.sampled_from(("call", "run", "messages", "params", "streams", "chat", "background", "new", "type")),
 )
 def test_requests_of_another_shape_are_answered(raw, value, key):
     request = {"type": "submit", "call": 7, "run": "abc00000", "messages": []} | {key: value}

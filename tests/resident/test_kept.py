@@ -75,8 +75,10 @@ def test_bytes_that_are_not_the_digests_are_refused():
         ImageStore().put("0" * 64, bytes(MIB + 1), MIB)
 
 
-def talk(chats: Chats, name: str, text: str, status: str = "done", reply: str = "fine") -> None:
-    ask = Submit(1, "abc00000", [Message("user", [Text(text)])], chat=name)
+def talk(
+    chats: Chats, name: str, text: str, status: str = "done", reply: str = "fine", new: bool = False
+) -> None:
+    ask = Submit(1, "abc00000", [Message("user", [Text(text)])], chat=name, new=new)
     chat = chats.begin(ask)
     chats.hold(name, chat, ask.run)
     record = run("abc00000", chat=name, status=status)
@@ -92,6 +94,30 @@ def test_a_turn_is_added_unless_it_failed_or_said_nothing():
     talk(chats, "t", "one", "stopped", "half")
     talk(chats, "t", "two", "failed")
     assert [m.parts[0].text for m in chats.chats["t"].messages] == ["one", "half"] and chats.chats["t"].turns == 1
+
+
+def said(chats: Chats, name: str) -> list[str]:
+    return [message.parts[0].text for message in chats.chats[name].messages]
+
+
+def test_a_chat_begins_anew_with_a_reply_and_not_before():
+    chats = Chats()
+    talk(chats, "t", "never", new=True)
+    talk(chats, "t", "one")
+    talk(chats, "t", "lost", "failed", new=True)
+    talk(chats, "t", "unsaid", "stopped", "", new=True)
+    assert said(chats, "t") == ["never", "fine", "one", "fine"]
+    chats.hold("t", chats.begin(Submit(1, "abc00000", [], chat="t", new=True)), "abc00000")
+    with pytest.raises(Refusal, match="still answering"):
+        chats.begin(Submit(2, "abc00001", [], chat="t", new=True))
+    chats.release("t")
+    talk(chats, "t", "two", new=True)
+    assert said(chats, "t") == ["two", "fine"] and chats.chats["t"].turns == 1 and chats.chats["t"].before is None
+    chats = Chats(count=1)
+    for name in ("a", "b"):
+        talk(chats, name, "hello")
+    talk(chats, "a", "again", new=True)  # who begins anew need not be told that the old one is gone
+    assert said(chats, "a") == ["again", "fine"] and list(chats.dropped) == ["b"]
 
 
 def test_who_goes_on_with_a_dropped_chat_is_told_once():
