@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from .key import named, prefixes
+from .key import Names, named, prefixes
 
 if TYPE_CHECKING:
     from .disk import Disk
@@ -116,7 +116,7 @@ class Store:
         self._kept: OrderedDict[bytes, Kept] = OrderedDict()
         self._through: dict[bytes, dict[bytes, None]] = {}  # a prefix's name -> the states that begin with it
         self._gone: OrderedDict[bytes, Gone] = OrderedDict()
-        self._last: tuple[Sequence[int], tuple[list[bytes], bytes]] = ((), ([], b""))
+        self._last: tuple[Sequence[int], Names] = (), Names([], b"")
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -157,7 +157,7 @@ class Store:
 
     def exact(self, kept: Kept, key: Sequence[int]) -> bool:
         """Whether this whole prompt was seen before and `kept` is its last mark."""
-        return self._names(key)[1] in kept.prompts
+        return self._names(key).whole in kept.prompts
 
     def keep(self, key: Sequence[int], states: dict[int, Callable[[], dict[str, Tensor]]], **how: Any) -> None:
         """`keep_each`, all at once."""
@@ -201,7 +201,7 @@ class Store:
             if digest in own and digest in self._kept:
                 self._kept.move_to_end(digest)
         if last and digests[-1] in self._kept and settled is None:
-            self._kept[digests[-1]].prompts.add(self._names(key)[1])
+            self._kept[digests[-1]].prompts.add(self._names(key).whole)
 
     def drop(self, kept: Kept) -> None:
         """A state that failed to restore."""
@@ -222,7 +222,7 @@ class Store:
     def nearest(self, key: Sequence[int], above: int) -> tuple[Kept, int] | None:
         """The state that agrees with the key the furthest, and up to which row; None when none does past `above`
         rows (0: the nearest of all, unless nothing is kept)."""
-        digests, _ = self._names(key)
+        digests = self._names(key).prefixes
         for i in range(len(digests), above // self.grain - 1, -1):
             names = self._through.get(digests[i - 1], ()) if i else self._kept
             if names:
@@ -242,7 +242,7 @@ class Store:
         digests = self._starts(key)
         return next((self._gone[d] for d in reversed(digests[above // self.grain :]) if d in self._gone), None)
 
-    def _names(self, key: Sequence[int]) -> tuple[list[bytes], bytes]:
+    def _names(self, key: Sequence[int]) -> Names:
         """The key's prefixes and the whole; those of the last key are remembered, which is asked for several times."""
         if self._last[0] is not key:
             self._last = key, named(key, self.grain)
@@ -250,7 +250,7 @@ class Store:
 
     def _starts(self, key: Sequence[int]) -> list[bytes]:
         """Of them, those that a prompt of this key may start from."""
-        return self._names(key)[0][: max(len(key) - 1, 0) // self.grain]
+        return self._names(key).prefixes[: max(len(key) - 1, 0) // self.grain]
 
     # Room --------------------------------------------------------------------------------------------
 

@@ -144,7 +144,9 @@ class Drafting:
         behind, ready = getattr(self.drafter, "behind", None), [stream.guesses for stream in streams]
         if behind is None or any(one.context is None or one.taps.rows for one in ready):
             return
-        if any(draft.source == "copy" for draft in kept) or any(map(self._near, streams)):
+        if any(draft.source == "copy" for draft in kept):
+            return  # a copy may be walked further than a block has rows
+        if any(map(self._near, streams)):
             return
         if any(worth.resting for worth in self._asked(streams)):
             return

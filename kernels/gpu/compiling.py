@@ -52,10 +52,10 @@ class Compilers(ThreadPoolExecutor):
     """Threads that compile kernels and make each ready to be launched."""
 
     def submit(self, compile: Callable[..., Any], *args: Any) -> Future:
-        return super().submit(lambda: loaded(compile(*args)))
+        return super().submit(lambda: ready(compile(*args)))
 
 
-def loaded(kernel: Any) -> Any:
+def ready(kernel: Any) -> Any:
     """A kernel that was compiled: if it is Triton's, its launcher is built and it is on the device, as its first launch
     would have it."""
     with suppress(Exception):

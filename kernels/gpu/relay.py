@@ -35,10 +35,10 @@ class Blocks(NamedTuple):
 
 
 def relay(drawn: Tensor, path: Tensor, walked: Tensor, taps: Tensor, waiting: Tensor, to: Blocks) -> None:
-    """drawn, path int32 [>= S, R] and walked int32 [>= S], as `walk` leaves them; taps [>= S · R, W], the round's
+    """drawn, path int32 [>= S, R] and walked int32 [>= S], as `walk` leaves them; taps bf16 [>= S · R, W], the round's
     tapped rows; waiting [slots, B, W]: of each context, the rows that wait, of which there are none before. `to.ends`
     are those before the round; they, and all other parts of `to` but `slots`, are written. No walk has more than B
-    rows. A stream that walked nothing keeps its pending token, whatever that is."""
+    rows: that is not checked. A stream that walked nothing keeps its pending token, whatever that is."""
     (S, B), R, W = to.ids.shape, path.shape[1], taps.shape[1]
     if not launchable(taps):
         return relay_twin(drawn, path, walked, taps, waiting, to)

@@ -75,8 +75,8 @@ def stages() -> dict[str, list[Command]]:
         ],
         "engine": [
             tests("tests/gpu/test_gpu_engine.py", "tests/gpu/test_engine.py", "tests/drafting/test_gpu.py",
-                  "tests/drafting/test_ahead.py",
-                  "tests/disk/test_gpu.py", "tests/checkpoint/test_reading.py", "tests/gpu/test_kernels.py",
+                  "tests/drafting/test_ahead.py", "tests/disk/test_gpu.py", "tests/checkpoint/test_reading.py",
+                  "tests/gpu/test_kernels.py",
                   limit=240, workers=4),
         ],
         "sanitizer": [

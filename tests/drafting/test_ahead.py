@@ -20,8 +20,6 @@ from .conftest import GOLDEN, changed, weights
 from .test_engine import DRAFTERS, IDS
 
 PROMPTS = [text_prompt(IDS[:n]) for n in (70, 100, 131)]
-
-
 WIDE = {"head_dim": 64, "conv_group_size": 16, "intermediate_size": 768}
 """Of the drafter on a GPU, whose kernels take no narrower heads."""
 

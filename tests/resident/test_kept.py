@@ -75,15 +75,17 @@ def test_bytes_that_are_not_the_digests_are_refused():
         ImageStore().put("0" * 64, bytes(MIB + 1), MIB)
 
 
-def talk(
-    chats: Chats, name: str, text: str, status: str = "done", reply: str = "fine", new: bool = False
-) -> None:
+def talk(chats: Chats, name: str, text: str, status: str = "done", reply: str = "fine", new: bool = False) -> None:
     ask = Submit(1, "abc00000", [Message("user", [Text(text)])], chat=name, new=new)
     chat = chats.begin(ask)
     chats.hold(name, chat, ask.run)
     record = run("abc00000", chat=name, status=status)
     record.streams[0].tokens = [Token(1, reply)] if reply else []
     chats.end(record, [*chat.messages, *ask.messages], {})
+
+
+def said(chats: Chats, name: str) -> list[str]:
+    return [message.parts[0].text for message in chats.chats[name].messages]
 
 
 def test_a_turn_is_added_unless_it_failed_or_said_nothing():
@@ -93,11 +95,7 @@ def test_a_turn_is_added_unless_it_failed_or_said_nothing():
     assert not chats.chats
     talk(chats, "t", "one", "stopped", "half")
     talk(chats, "t", "two", "failed")
-    assert [m.parts[0].text for m in chats.chats["t"].messages] == ["one", "half"] and chats.chats["t"].turns == 1
-
-
-def said(chats: Chats, name: str) -> list[str]:
-    return [message.parts[0].text for message in chats.chats[name].messages]
+    assert said(chats, "t") == ["one", "half"] and chats.chats["t"].turns == 1
 
 
 def test_a_chat_begins_anew_with_a_reply_and_not_before():

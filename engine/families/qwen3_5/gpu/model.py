@@ -129,7 +129,7 @@ class Model:
         self.size = size
         if self.device.type == "cuda":
             warm_up(self, size)
-            self.first.greedy(size)
+            self.first.greedy(size)  # else the first request would wait for its capture
 
     def pin(self, size: int) -> None:
         """Make room in host memory, from now on and beside what runs, for kept states of `size` bytes."""

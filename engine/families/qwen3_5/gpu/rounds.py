@@ -233,36 +233,39 @@ def signed(seed: int) -> int:
 
 
 class First:
-    """First tokens: those that one row of logits gives to the streams that begin with it."""
+    """First tokens: those that one row of logits gives to the streams that begin with it, 16 at most."""
 
     def __init__(self, vocab: int, device: torch.device, graphs: Graphs):
+        """`vocab`: numbers of a row of logits."""
         rows = BUCKETS[-1], 1
         self.into = Fields(device, **drawing(rows[:1]))
         self.out = Fields(device, drawn=(torch.int32, rows), **probabilities(rows))
         self.out.capture(graphs)
-        self.row, self._graphs = torch.zeros(vocab, device=device), graphs
+        self._graphs, self._row = graphs, torch.zeros(vocab, device=device)
         self._greedy: dict[int, Callable[[], None]] = {}
         self.path = torch.zeros(rows, dtype=torch.int32, device=device)
         """Of every stream the row is its first."""
 
     def greedy(self, size: int) -> Callable[[], None]:
-        """Draws what greedy streams begin with from `row`, in one launch."""
+        """The launch that draws from the row at hand what greedy streams begin with. `size`: ids at or beyond it are
+        never drawn. Captured when it is first asked for."""
         if size not in self._greedy:
             rules = Rules(*(torch.zeros_like(x) for x in self.into.device.values()), size=size)
-            rows, out = self.row.expand(len(self.path), -1), self.out.device["drawn"].view(-1)
+            rows, out = self._row.expand(len(self.path), -1), self.out.device["drawn"].view(-1)
             self._greedy[size] = self._graphs.captured(lambda: sample(rows, rules, out=out, greedy=True))
         return self._greedy[size]
 
     def draw(self, row: Tensor, draws: list[Draw]) -> list[tuple[int, Likely | None]]:
         """`row` float32 [V]. Raises FloatingPointError when it is not finite."""
         if all(draw.sampling.greedy and not draw.sampling.logprobs for draw in draws):
-            self.row.copy_(row)
+            self._row.copy_(row)
             self.greedy(draws[0].sampling.size)()
         else:
             self._sample(row, draws)
         return self.drawn(draws)
 
     def _sample(self, row: Tensor, draws: list[Draw]) -> None:
+        """The draws of streams of which some sample, or ask for log probabilities."""
         n, f, size = len(draws), self.into.numpy, draws[0].sampling.size
         self.into.wait()
         for s, draw in enumerate(draws):
