@@ -86,6 +86,7 @@ def rounds(runs) -> list:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("draft", ["tree", "block", "on"])
 def test_they_are_those_made_afterwards(target, drafter, sampling, draft):
