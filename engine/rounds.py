@@ -11,8 +11,8 @@ from typing import Any
 from tfmagic import protocol
 from tfmagic.run import Node, Round, Token
 
-from .drafting.draft import Draft, Outcome
-from .drafting.drafting import Drafting, Proposal
+from .drafting.draft import NOTHING, Draft, Outcome
+from .drafting.drafting import WIDTHS, Drafting, Proposal
 from .ranges import span
 from .stream import Job, Stream
 
@@ -24,7 +24,8 @@ class Pending:
     """A round that is proposed, or under way."""
 
     pairs: list[Pair]
-    proposal: Proposal
+    proposal: Proposal | None
+    """None: it drafts for itself, and has not landed."""
     draft_ms: float = 0.0
     landing: Callable[[], list[Outcome]] | None = None
     """The model's, once it is launched: waits for the round and moves the states."""
@@ -36,14 +37,15 @@ class Rounds:
 
     Where no stream will bring guesses to the next round, and the model can give it the tokens itself, that round begins
     before they are here (overlapped or asynchronous scheduling, elsewhere): the device then never waits for the host. A
-    stream that they end computes a row more, which nobody takes. Where all streams will ask their drafter, it begins
-    behind the round likewise.
+    stream that they end computes a row more, which nobody takes. Where all streams will ask their drafter, the round
+    behind begins likewise, and drafts for itself.
     """
 
     def __init__(self, engine: Any, drafting: Drafting):
         """`engine`: the `loop.Engine` whose streams decode; it ends those that fail."""
         self.engine, self.drafting = engine, drafting
-        self._launch, self._follow = (getattr(engine.model, f"{does}_round", None) for does in ("launch", "follow"))
+        does = "launch", "follow", "draft"
+        self._launch, self._follow, self._draft = (getattr(engine.model, f"{one}_round", None) for one in does)
         self._untold: list[tuple[Job, Callable[[], protocol.Event]]] = []
         self._next: Pending | None = None
         """Under way, and nothing behind it."""
@@ -65,7 +67,7 @@ class Rounds:
     @span("draft")
     def _proposed(self, pairs: list[Pair]) -> Pending:
         waited_ms = since(self._landed) if self._follow and self._landed else 0.0
-        began = (self._landed if self.drafting.begun else None) or time.perf_counter()
+        began = time.perf_counter()
         proposal = self.drafting.propose([stream for _, stream in pairs], waited_ms)
         return Pending(pairs, proposal, since(began))
 
@@ -80,9 +82,9 @@ class Rounds:
         except Exception as error:
             self._failed(round, error)
         else:
-            streams, walks = [stream for _, stream in round.pairs], [outcome.walk for outcome in outcomes]
-            fresh = getattr(round.landing, "fresh", False)
-            self.drafting.learn(streams, round.proposal, walks, None if fresh else sum(part or 0.0 for part in parts))
+            streams, walks = streams_of(round), [outcome.walk for outcome in outcomes]
+            ms = None if fresh(round) or fresh(self._next) else sum(part or 0.0 for part in parts)
+            self.drafting.learn(streams, round.proposal, walks, ms)
             with span("commit"):
                 for i, (pair, outcome) in enumerate(zip(round.pairs, outcomes)):
                     self._commit(*pair, round.proposal.kept[i], outcome, self._times(round, i, *parts))
@@ -94,10 +96,10 @@ class Rounds:
 
     def _failed(self, round: Pending, error: Exception) -> None:
         self._next = None
-        self.drafting.drop()
         if len(round.pairs) == 1:
             return self.engine.fail(round.pairs[0][0], error)
-        for pair, draft in zip(round.pairs, round.proposal.kept):
+        kept = round.proposal.kept if round.proposal else [NOTHING] * len(round.pairs)
+        for pair, draft in zip(round.pairs, kept):
             if alive(pair):
                 self._alone(pair, draft)
 
@@ -119,28 +121,35 @@ class Rounds:
             round.landing = self._launched(round)
         else:
             began = self._landed or began  # from then on it had the device
-        self._next = self._following(round)
-        if self._next is None and self._launch is not None:
-            self.drafting.ahead([stream for _, stream in round.pairs], round.proposal.kept, round.landing)
+        self._next = self._behind(round)
         self.tell()  # while the device is busy
         self.engine.keeping.step()
         outcomes = round.landing()
         self._landed = time.perf_counter()
+        if round.proposal is None:
+            made, bucket = round.landing.made, round.landing.round.bucket
+            round.proposal, round.draft_ms = self.drafting.made(streams_of(round), made, bucket.rows), made.ms
+            began += 1e-3 * made.ms
         whole, commit = 1e3 * (self._landed - began), getattr(self.engine.model, "commit_ms", None)
         return outcomes, (whole - (commit or 0.0), commit)
 
     def _launched(self, round: Pending) -> Callable[[], list[Outcome]]:
-        streams = [stream for _, stream in round.pairs]
+        streams = streams_of(round)
         windows = [draft.window(stream.ids[-1]) for stream, draft in zip(streams, round.proposal.kept)]
         told = [stream.state for stream in streams], windows, [stream.draws() for stream in streams]
         return partial(self.engine.model.round, *told) if self._launch is None else self._launch(*told)
 
-    def _following(self, round: Pending) -> Pending | None:
+    def _behind(self, round: Pending) -> Pending | None:
         """The round behind, begun before this one's tokens are here; None where they decide who takes part in it, or
         with what, and where a prompt's next slice comes before it."""
-        streams, schedule = [stream for _, stream in round.pairs], self.engine.schedule
+        schedule = self.engine.schedule
         if self._follow is None or schedule.prefilling() or round.pairs != schedule.decoding():
             return None
+        return self._following(round) or self._drafted(round)
+
+    def _following(self, round: Pending) -> Pending | None:
+        """The round behind, if it is one of single tokens."""
+        streams = streams_of(round)
         if any(stream.room < 2 for stream in streams) or not self.drafting.idle(streams):
             return None
         try:
@@ -148,6 +157,20 @@ class Rounds:
         except Exception:
             return None  # what is wrong is told where the round is begun as usual
         return None if landing is None else Pending(round.pairs, self.drafting.rest(streams), landing=landing)
+
+    def _drafted(self, round: Pending) -> Pending | None:
+        """The round behind, if it drafts for itself."""
+        streams = streams_of(round)
+        rows = self.drafting.ahead(streams, round.proposal and round.proposal.kept)
+        if not rows:
+            return None
+        contexts, rooms = [stream.guesses.context for stream in streams], [stream.room for stream in streams]
+        widths = [WIDTHS[stream.sampling.draft] for stream in streams]
+        try:
+            landing = self._draft(round.landing, self.drafting.drafter, contexts, rooms, widths, rows)
+        except Exception as error:
+            return self.drafting.failed(streams, error)
+        return None if landing is None else Pending(round.pairs, None, landing=landing)
 
     @staticmethod
     def _times(round: Pending, i: int, verify_ms: float, commit_ms: float | None) -> dict:
@@ -168,7 +191,7 @@ class Rounds:
         try:
             if not outcome.walk.rows:
                 raise FloatingPointError(outcome.walk.error)
-            self.drafting.read(stream, outcome)
+            self.drafting.read(stream, outcome, self._next is not None and self._next.proposal is None)
             tokens = stream.accept(outcome.walk, outcome.likely)
         except Exception as error:
             return self.engine.fail(job, error)
@@ -204,6 +227,15 @@ class Rounds:
 def alive(pair: Pair) -> bool:
     """Whether this stream still decodes."""
     return pair[1].state is not None and not pair[1].finished
+
+
+def fresh(round: Pending | None) -> bool:
+    """Whether its launch had to be captured, which took the host longer than others will."""
+    return round is not None and getattr(round.landing, "fresh", False)
+
+
+def streams_of(round: Pending) -> list[Stream]:
+    return [stream for _, stream in round.pairs]
 
 
 def since(began: float) -> float:

@@ -115,6 +115,9 @@ class Loaded:
     its rows; None: bfloat16 on a GPU and float32 elsewhere.
     """
 
+    within_rounds = False
+    """Whether a round may begin with its pass."""
+
     def __init__(
         self,
         checkpoint: Any,

@@ -184,10 +184,30 @@ def share(drafts: list[Draft], curve: Curve | None, drafting_ms: float = 0.0) ->
     if not any(draft.ids for draft in drafts):
         return Share([0] * streams, serial, serial)
     rows, gained, kept = by_window(drafts, curve.windows) if curve.windows else by_guess(drafts)
+    best, takes = most(streams, rows, gained, curve, drafting_ms)
+    return Share(kept(best), serial, takes)
+
+
+def window(streams: int, gained: np.ndarray, curve: Curve, drafting_ms: float) -> int:
+    """Which of the curve's windows makes the most of a round whose guesses give so many tokens; [windows]."""
+    return most(streams, streams * (np.array(curve.windows) - 1), gained, curve, drafting_ms)[0]
+
+
+def most(streams: int, rows: np.ndarray, gained: np.ndarray, curve: Curve, drafting_ms: float) -> tuple[int, float]:
+    """The best of several choices, and what it takes, milliseconds. rows: more than one a stream; gained: Σ chances."""
+    serial = curve.serial(streams)
     tokens, takes = streams + gained, serial + curve.extra(streams, rows)
     rate = max(float((tokens / (takes + drafting_ms)).max()), streams / serial)
     best = int(np.argmax(tokens - rate * takes))
-    return Share(kept(best), serial, float(takes[best]))
+    return best, float(takes[best])
+
+
+def planned(kept: list[int], curve: Curve | None, rows: int) -> Share:
+    """The share of a round that was begun with so many rows in all, of each draft the first so many guesses."""
+    if curve is None:
+        return Share(kept)
+    streams, serial = len(kept), curve.serial(len(kept))
+    return Share(kept, serial, serial + float(curve.extra(streams, np.array([rows - streams]))[0]))
 
 
 Choices = tuple[np.ndarray, np.ndarray, Callable[[int], list[int]]]
@@ -316,6 +336,9 @@ class Worth:
 
     def learn(self, gain: float, made: int) -> None:
         """So many drafts, made for one round, gained so much; in rounds without any."""
+        if self.paused:  # that one was under way when the pause began, which its loss makes longer
+            self.paused = min(self.paused + math.ceil(max(-gain, 0.0) / SPEND), LONGEST)
+            return
         self.balance, self._made = min(self.balance + gain, CREDIT), self._made + made
         if self.balance < -self._limit and self._made >= TRIES:
             lost = -self.balance - (LUCK if self._first else 0.0)

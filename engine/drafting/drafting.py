@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from statistics import median_low
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from tfmagic.engine.resident.log import log
@@ -28,6 +29,10 @@ HELD = 4096
 """Tapped rows that are held for a drafter at most; it then goes without the oldest."""
 BLOCKS = {"on": tree.tree, "tree": tree.tree, "block": tree.block}
 """By the request's `draft`: what is made of a block drafter's candidates."""
+WIDTHS = {"on": tree.CHILDREN, "tree": tree.CHILDREN, "block": 1}
+"""Likewise, guesses behind one at most."""
+LATELY = 4
+"""Drafts of the last so many rounds foretell what the next are worth."""
 COPYING = ("on", "copy")
 
 
@@ -74,8 +79,13 @@ class Guesses:
 class Proposal:
     """What all streams bring to one round."""
 
-    def __init__(self, drafts: list[Draft], raw: list[Draft], asked: set[int], share: Share, drafting_ms: float):
+    def __init__(
+        self, drafts: list[Draft], raw: list[Draft], asked: set[int], share: Share, drafting_ms: float,
+        rows: int | None = None,
+    ):  # fmt: skip
+        """`rows`: computed in all; None: as many as what is kept takes."""
         self.drafts, self.raw, self.asked, self.share, self.drafting_ms = drafts, raw, asked, share, drafting_ms
+        self.rows = rows
         self.kept = [draft.first(n) for draft, n in zip(drafts, share.kept)]
         """What is verified, by stream."""
 
@@ -94,9 +104,9 @@ class Drafting:
         self.drafter, self.curve = drafter, curve
         self._calibrations: dict[tuple, Calibration] = defaultdict(Calibration)
         self._worths: dict[tuple, Worth] = defaultdict(Worth)
-        self._costs: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=budget.RECENT))
-        self._begun: Any = None
-        """Drafts under way behind a round: a drafter's `static.Begun`."""
+        self._costs: dict[tuple, deque[float]] = defaultdict(lambda: deque(maxlen=budget.RECENT))
+        self._promised: deque[np.ndarray] = deque(maxlen=LATELY)
+        """Of rounds, what a stream's guesses were to give by size of window, on average."""
 
     def begin(self, streams: list[Any], taps: Taps, decoding: int) -> None:
         """A prompt's streams begin to decode, their first tokens delivered; `taps`: the prompt's, as far as they were
@@ -111,58 +121,86 @@ class Drafting:
                 stream.guesses.context = context if stream is mine[0] else context.fork()
                 self._worths[crowd(decoding), kind(stream)].begin()
         except Exception as error:
-            self._failed(mine, error)
+            self.failed(mine, error)
 
     def propose(self, streams: list[Any], waited_ms: float = 0.0) -> Proposal:
         """Drafts for the next round of these streams, cut to what is worth its rows. `waited_ms`: for how long a round
         without drafts would have been under way by now."""
         began = time.perf_counter()
-        begun, self._begun = self._begun, None
         limits = [min(ROWS, stream.room) - 1 for stream in streams]
         raw = [self._copied(stream, limit) for stream, limit in zip(streams, limits)]
         asking = self._asking(streams, [i for i, draft in enumerate(raw) if not draft.ids and limits[i] > 0])
-        for i, draft in self._blocks(streams, limits, asking, begun):
+        for i, draft in self._blocks(streams, limits, asking):
             raw[i] = draft
-        drafts = [
+        drafts = self._corrected(streams, raw)
+        now = waited_ms + 1e3 * (time.perf_counter() - began)
+        usual = 0.0
+        if asking:
+            usual = self._usual_cost(len(asking), "host", now)
+            self._foretell([drafts[i] for i in asking])
+        return Proposal(drafts, raw, set(asking), budget.share(drafts, self.curve, usual), usual)
+
+    def _corrected(self, streams: list[Any], raw: list[Draft]) -> list[Draft]:
+        """With the chances that the drafter's have turned out to be."""
+        return [
             self._calibrations[kind(stream)].corrected(draft) if draft.source in ("tree", "block") else draft
             for stream, draft in zip(streams, raw)
         ]
-        now = waited_ms + 1e3 * (time.perf_counter() - began)
-        usual = self._usual_cost(len(asking), now) if asking else 0.0
-        return Proposal(drafts, raw, set(asking), budget.share(drafts, self.curve, usual), usual)
 
-    def _usual_cost(self, asked: int, now: float) -> float:
-        """What drafts for about so many streams usually take, milliseconds; `now`: these."""
-        costs = self._costs[crowd(asked - 1)]
-        costs.append(now)
-        return median_low(costs)
+    def _usual_cost(self, asked: int, by: str, now: float | None = None) -> float:
+        """What drafts for about so many streams usually take, milliseconds, asked for by the "host" or by the "round"
+        that they are made for; 0 where that is not known. `now`: these."""
+        costs = self._costs[crowd(asked - 1), by]
+        if now is not None:
+            costs.append(now)
+        return median_low(costs) if costs else 0.0
 
-    def ahead(self, streams: list[Any], kept: list[Draft], flight: Any) -> None:
-        """Have the drafter begin behind a round that is under way, where it can and every stream of the round is going
-        to ask it: on the device nothing then waits for what the host does with the round. `kept`: what the round
-        verifies; `flight`: as the family's `launch_round` gave it."""
-        behind, ready = getattr(self.drafter, "behind", None), [stream.guesses for stream in streams]
-        if behind is None or any(one.context is None or one.taps.rows for one in ready):
-            return
-        if any(draft.source == "copy" for draft in kept):
-            return  # a copy may be walked further than a block has rows
-        if any(map(self._near, streams)):
-            return
-        if any(worth.resting for worth in self._asked(streams)):
-            return
-        try:
-            self._begun = behind([one.context for one in ready], flight)
-        except Exception as error:
-            self._failed(streams, error)
+    def ahead(self, streams: list[Any], kept: list[Draft] | None) -> int:
+        """Rows of a stream's window in the round behind one that is under way, if that one is to draft for itself; 0:
+        it is proposed as usual, once it is known what this one gave. `kept`: what this one verifies; None: it drafts
+        for itself too."""
+        if not getattr(self.drafter, "within_rounds", False):
+            return 0
+        if any(one.guesses.context is None or one.guesses.taps.rows or one.room < 2 for one in streams):
+            return 0
+        if any(draft.source == "copy" for draft in kept or ()):
+            return 0  # it may be walked further than a block has rows
+        if any(worth.resting for worth in self._asked(streams)) or any(map(self._near, streams)):
+            return 0
+        return self._window(len(streams))
 
-    @property
-    def begun(self) -> bool:
-        """Whether drafts for the next round are under way."""
-        return self._begun is not None
+    def _window(self, streams: int) -> int:
+        """Rows of a window that the rounds before let expect most of; 0: no guess is worth its row."""
+        if self.curve is None:
+            return ROWS
+        if not self.curve.windows or not self._promised:
+            return 0
+        usual = self._usual_cost(streams, "round") or self._usual_cost(streams, "host")
+        best = budget.window(streams, streams * np.mean(self._promised, 0), self.curve, usual)
+        return self.curve.windows[best] if best else 0
 
-    def drop(self) -> None:
-        """The round that drafts are under way behind has failed."""
-        self._begun = None
+    def _foretell(self, drafts: list[Draft]) -> None:
+        if self.curve is not None and self.curve.windows:
+            self._promised.append(budget.by_window(drafts, self.curve.windows)[1] / len(drafts))
+
+    def made(self, streams: list[Any], made: Any, rows: int) -> Proposal:
+        """What a round drafted for itself: a family's `Made`; `rows`: of its windows."""
+        raw = [
+            Draft(*map(list, zip(*guesses)), "block" if WIDTHS[stream.sampling.draft] == 1 else "tree")
+            if guesses else NOTHING
+            for stream, guesses in zip(streams, made.drafts)
+        ]  # fmt: skip
+        drafts, kept = self._corrected(streams, raw), [max(verified - 1, 0) for verified in made.verified]
+        self._foretell(drafts)
+        usual = self._usual_cost(len(streams), "round", made.ms)
+        share = budget.planned(kept, self.curve, rows * len(streams))
+        return Proposal(drafts, raw, set(range(len(streams))), share, usual, rows * len(streams))
+
+    def failed(self, streams: list[Any], error: Exception) -> None:
+        """The drafter has; these streams go on without."""
+        log(f"the drafter failed, and {len(streams)} streams go on without: {type(error).__name__}: {error}")
+        for stream in streams:
+            stream.guesses.context, stream.guesses.taps = None, Taps()
 
     def idle(self, streams: list[Any]) -> bool:
         """Whether the round behind the next is one without guesses, whatever tokens the next one gives: nobody may copy
@@ -184,7 +222,7 @@ class Drafting:
         """How the round went, which took `ms`; None: longer than others of its kind will."""
         kept = [len(draft.ids) for draft in proposal.kept]
         if self.curve is not None and ms is not None:
-            self.curve.learn(len(streams), self.curve.rows(kept), ms)
+            self.curve.learn(len(streams), proposal.rows or self.curve.rows(kept), ms)
         accepted = [max(len(walk.rows) - 1, 0) for walk in walks]
         for i, (stream, draft, walk) in enumerate(zip(streams, proposal.raw, walks)):
             if draft.source == "copy":
@@ -201,18 +239,21 @@ class Drafting:
             part = proposal.drafting_ms * len(asked) / len(proposal.asked)
             gained = budget.gain(tokens, guesses, proposal.share, kept, part)
             worth = self._worths[crowd(len(streams)), alike]
+            paused = worth.paused
             worth.learn(gained / len(streams), len(asked))
-            if worth.paused:
+            if worth.paused and not paused:
                 self._calibrations[alike].fade(budget.STALE)
 
-    def read(self, stream: Any, outcome: Outcome) -> None:
-        """What a round gave the stream, which has not taken it yet: tapped rows are read with its next draft, but for
-        those that its drafts under way have taken on the device."""
-        context, start = stream.guesses.context, len(stream.ids) - 1
-        if self._begun is not None and context in self._begun:
-            self._begun.moved(context, start + len(outcome.walk.rows))
-        elif context is not None and outcome.taps is not None:
+    def read(self, stream: Any, outcome: Outcome, taken: bool) -> None:
+        """What a round gave the stream, which has not taken it yet: tapped rows are read with its next draft. Where the
+        device has handed them on, they wait in the context; `taken`: the next draft, which is under way, takes them."""
+        context, start, rows = stream.guesses.context, len(stream.ids) - 1, len(outcome.walk.rows)
+        if context is None:
+            return
+        if outcome.taps is not None:
             stream.guesses.taps.add(outcome.taps, start)
+        else:
+            context.end, context.waiting = start + rows, 0 if taken else rows
 
     def _read(self, context: Any, taps: Taps) -> None:
         """All at once: after a pause there may be hundreds of parts."""
@@ -246,9 +287,8 @@ class Drafting:
         asked = [own for alike, own in kinds if not self._worths[crowd(len(streams)), alike].rests()]
         return sorted(i for own in asked for i in own)
 
-    def _blocks(self, streams: list[Any], limits: list[int], asking: list[int], begun: Any) -> list[tuple[int, Draft]]:
-        """The drafter's drafts for the streams of these places: those that are under way, the others in one batch, and
-        none where it fails."""
+    def _blocks(self, streams: list[Any], limits: list[int], asking: list[int]) -> list[tuple[int, Draft]]:
+        """The drafter's drafts for the streams of these places, all in one batch; none where it fails."""
         if not asking:
             return []
         from .block import Ask
@@ -259,19 +299,11 @@ class Drafting:
                 guesses, ids = streams[i].guesses, streams[i].ids
                 self._read(guesses.context, guesses.taps)
                 asks.append(Ask(guesses.context, ids[-1], len(ids) - 1, min(limits[i], self.drafter.block - 1)))
-            lattices = self._lattices(asks, begun)
-            return [(i, self._draft(streams[i], lattice)) for i, lattice in zip(asking, lattices)]
+            lattices = self.drafter.lattices(asks)
+            return [(i, self._draft(streams[i], lattice)) for i, lattice in zip(asking, lattices, strict=True)]
         except Exception as error:
-            self._failed([streams[i] for i in asking], error)
+            self.failed([streams[i] for i in asking], error)
             return []
-
-    def _lattices(self, asks: list[Any], begun: Any) -> list[Lattice]:
-        """Of every ask, `begun`'s where it is among them; the others' are made now."""
-        ready = [ask for ask in asks if begun is not None and ask.context in begun]
-        found = dict(zip((ask.context for ask in ready), begun.lattices(ready) if ready else ()))
-        if rest := [ask for ask in asks if ask.context not in found]:
-            found.update(zip((ask.context for ask in rest), self.drafter.lattices(rest), strict=True))
-        return [found[ask.context] for ask in asks]
 
     @staticmethod
     def _draft(stream: Any, lattice: Lattice) -> Draft:
@@ -279,12 +311,6 @@ class Drafting:
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < stream.sampling.size:
             raise ValueError(f"guesses from {ids.min()} to {ids.max()} of {stream.sampling.size} tokens")
         return stream.guesses.make(lattice, stream.draws())
-
-    @staticmethod
-    def _failed(streams: list[Any], error: Exception) -> None:
-        log(f"the drafter failed, and {len(streams)} streams go on without: {type(error).__name__}: {error}")
-        for stream in streams:
-            stream.guesses.context, stream.guesses.taps = None, Taps()
 
 
 def kind(stream: Any) -> tuple:

@@ -3,9 +3,9 @@
 Every context has a slot of a ring that is laid out once (`kernels.gpu.block`), and a few places for tapped rows that
 wait to be projected: those of a round come in with the next draft's launch, all streams' in one product. Between one
 copy in and one copy out, a launch projects them, runs the block and chooses candidates; it is captured once for each of
-1, 2, 4, 8 and 16 streams. It may be launched behind a round that is under way: tapped rows and last tokens are then
-handed on where they are (`kernels.gpu.relay`), while the host takes note of the round. On a CPU the same code runs on
-twins, which is how it is tested.
+1, 2, 4, 8 and 16 streams. A round may begin with such a pass (`families.qwen3_5.gpu.drafted`): tapped rows and last
+tokens of the round before are then handed on where they are (`kernels.gpu.relay`), and the host only hears what came of
+it. On a CPU the same code runs on twins, which is how it is tested.
 
 A layer sees `KEPT` context rows at most, also where the drafter has no window. What `block` says of tokens and bits
 holds here.
@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,18 +32,20 @@ from tfmagic.kernels.gpu.rope import tables
 from tfmagic.kernels.gpu.sample import embed
 from tfmagic.kernels.gpu.tiles import MOST
 
+from ..families.qwen3_5.gpu.drafted import DraftedRound
 from ..families.qwen3_5.gpu.fields import Fields
 from ..families.qwen3_5.gpu.graphs import Graphs
+from ..families.qwen3_5.gpu.rounds import BUCKETS, Bucket
 from .block import Ask, Loaded
 from .dflash.weights import Convolution, Layer
-from .draft import Lattice
+from .draft import ROWS, Lattice
 
 CONTEXTS = 18
 """Sixteen streams and two to spare. Slot 0 belongs to nobody: blocks that only fill a bucket look there."""
 KEPT = 4096
 """Context rows that are kept at most."""
-BUCKETS = (1, 2, 4, 8, 16)
-"""Streams of a launch."""
+TOGETHER = 128
+"""Tapped rows of one stream that wait to be projected together with the other streams'."""
 
 
 class Context:
@@ -54,11 +56,14 @@ class Context:
         self._drafter, self.slot = drafter, drafter.take()
         self.start = self.end = 0
         self.waiting = 0
-        """Tapped rows not yet projected, the last before `end`."""
+        """Tapped rows in its places for them, the last before `end`."""
+        self.late: list[Tensor] = []
+        """Where rows wait for which there is no place: all of them."""
         weakref.finalize(self, drafter.free.append, self.slot)
 
     def fork(self) -> Context:
         """An independent context of the same rows."""
+        self._drafter.catch_up([self])
         other = Context(self._drafter)
         other.start, other.end, other.waiting = self.start, self.end, self.waiting
         self._drafter.copy(self.slot, other.slot)
@@ -67,6 +72,8 @@ class Context:
 
 class StaticDrafter(Loaded):
     """The form for a GPU. `kept`: context rows that are kept at most; for the rest see `Loaded`."""
+
+    within_rounds = True
 
     @torch.no_grad()
     def __init__(self, *args: Any, kept: int = KEPT, **more: Any):
@@ -93,8 +100,8 @@ class StaticDrafter(Loaded):
         with compiled_only():
             for streams in BUCKETS:
                 batch = Batch(self, streams, graphs)
-            walked = torch.zeros(streams, 2, dtype=torch.int32, device=self.device)
-            relay(walked, walked, walked[:, 0], self.waiting[0, :1], self.waiting, batch.blocks)
+            computes_nothing = SimpleNamespace(device=self.device, round=lambda *_: None)
+            DraftedRound(Bucket(streams, ROWS, 1, True), computes_nothing, graphs, self.waiting[0], batch=batch)
             for rows in (*MOST[:-1], MOST[-2] + 1):
                 taps = torch.empty(rows, self.waiting.shape[2], dtype=self.dtype, device=self.device)
                 slots = torch.zeros(rows, dtype=torch.int32, device=self.device)
@@ -134,17 +141,33 @@ class StaticDrafter(Loaded):
             return
         if start != context.end:
             context.start = context.end = start
-            context.waiting = 0
-        context.end, waiting, held = start + len(taps), self.waiting[context.slot], context.waiting
+            context.waiting, context.late = 0, []
+        context.end, places, held = start + len(taps), self.waiting[context.slot], context.waiting
         with self.current():
-            if held + len(taps) <= self.block:
-                waiting[held : held + len(taps)] = taps
+            if not context.late and held + len(taps) <= self.block:
+                places[held : held + len(taps)] = taps
                 context.waiting += len(taps)
                 return
-            rows = torch.cat([waiting[:held], taps.to(self.device, self.dtype)])[-self.ring.k.shape[3] :]
-            places = torch.arange(context.end - len(rows), context.end, dtype=torch.int32, device=self.device)
-            self.project(rows, torch.full_like(places, context.slot), places, *tables(places, self.inverse, None))
+            fresh = taps.to(self.device, self.dtype, copy=True)  # a pass may use its buffers again
+            context.late += [places[:held].clone(), fresh] if held else [fresh]
             context.waiting = 0
+        if sum(map(len, context.late)) > TOGETHER:
+            self.catch_up([context])
+
+    @torch.no_grad()
+    def catch_up(self, contexts: list[Context]) -> None:
+        """Project the rows for which there was no place, all contexts' in one product."""
+        contexts = [context for context in contexts if context.late]
+        if not contexts:
+            return
+        with self.current():
+            rows = [torch.cat(context.late)[-self.ring.k.shape[3] :] for context in contexts]
+            slots = np.repeat([context.slot for context in contexts], [*map(len, rows)])
+            at = np.concatenate([np.arange(c.end - len(own), c.end) for c, own in zip(contexts, rows)])
+            slots, at = (torch.from_numpy(x.astype(np.int32)).to(self.device) for x in (slots, at))
+            self.project(torch.cat(rows), slots, at, *tables(at, self.inverse, None))
+            for context in contexts:
+                context.late = []
 
     def project(self, taps: Tensor, slots: Tensor, places: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Tapped rows [n, taps · D] into the ring: slots, places int32 [n] and their angles, as `block.keep` has it."""
@@ -158,27 +181,12 @@ class StaticDrafter(Loaded):
     def lattices(self, asks: list[Ask]) -> list[Lattice]:
         """As `block.Drafter.lattices`, up to 16 streams in one launch."""
         self.check(asks)
+        self.catch_up([ask.context for ask in asks])
         found, most = [], BUCKETS[-1]
         with self.current():
             for batch in (asks[i : i + most] for i in range(0, len(asks), most)):
                 found += self.batches[next(n for n in BUCKETS if n >= len(batch))].run(batch)
         return found
-
-    @torch.no_grad()
-    def behind(self, contexts: list[Context], flight: Any) -> Begun | None:
-        """Begin drafts behind a round that is under way, with what it is going to give: its last tokens, and its tapped
-        rows, which whoever waits for it then does not get. None where rows wait in a context or one is empty.
-
-        contexts: of all of its streams, in their order. flight: an `engine.families.qwen3_5.gpu.rounds.Flight`, no walk
-        of which can have more rows than a block.
-        """
-        if any(context.waiting or context.end == context.start for context in contexts):
-            return None
-        with self.current():
-            batch = self.batches[next(n for n in BUCKETS if n >= len(contexts))]
-            flight.fetch(tapped=False)
-            batch.behind(contexts, flight.round)
-        return Begun(batch, contexts)
 
     def draft(self, f: dict[str, Tensor], out: dict[str, Tensor]) -> None:
         """What is captured: f holds the streams' contexts and blocks, `out` takes their candidates (see `Batch`)."""
@@ -229,21 +237,27 @@ class Batch:
 
     def __init__(self, drafter: StaticDrafter, streams: int, graphs: Graphs):
         S, R, K, whole = streams, drafter.block, drafter.config.candidates, torch.int32
-        self.drafter = drafter
+        self.drafter, self.streams = drafter, streams
+        self.rounds: dict[Any, Any] = {}
+        """Those that begin with this pass, of `families.qwen3_5.gpu.drafted`."""
         each = whole, (S,)
         self.into = Fields(
             drafter.device,
             ids=(whole, (S, R)), places=(whole, (2, S, R)), owners=(whole, (S, R)),  # `Blocks`
             slots=each, starts=each, ends=each, positions=each,  # `Seen`
+            done=(torch.int64, (1,)),
         )  # fmt: skip
         table = torch.float32, (S, R - 1, K)
         self.out = Fields(drafter.device, ids=(whole, table[1]), logits=table, edges=(table[0], (*table[1], K)))
         f = self.into.numpy
         f["ids"][:], f["owners"][:] = drafter.config.mask, -1
         self.into.send()
-        told = self.into.device, self.out.device
-        self.launch = graphs.captured(lambda: drafter.draft(*told))
+        self.launch = graphs.captured(self.draft)
         self.out.capture(graphs)
+
+    def draft(self) -> None:
+        """What is captured."""
+        self.drafter.draft(self.into.device, self.out.device)
 
     @property
     def blocks(self) -> Blocks:
@@ -259,21 +273,34 @@ class Batch:
         f["places"][1, :n] = (ends - waiting)[:, None] + order
         f["owners"][:n] = np.where(order < waiting[:, None], slots[:, None], -1)
         self.into.send()
-        self._launch(contexts)
-        return self.found(range(n), asks)
+        self.launch()
+        self.out.receive()
+        for context in contexts:
+            context.waiting = 0
+        return self._found(asks)
 
-    def behind(self, contexts: list[Context], round: Any) -> None:
-        """The same behind a round, with what it leaves on the device."""
+    @staticmethod
+    def ready(contexts: list[Context]) -> bool:
+        """Whether they may take what a round gives where it is."""
+        return all(one.end > one.start and not one.waiting and not one.late for one in contexts)
+
+    def take(self, contexts: list[Context], round: Any) -> None:
+        """Take what a round under way is going to give: last tokens, and tapped rows of no more than a block.
+
+        contexts: of all of its streams, in their order, `ready`. round: an `engine.families.qwen3_5.gpu.rounds.Round`.
+        """
         self._fill(contexts)
         self.into.send()
+        self.relay(round)
+
+    def relay(self, round: Any) -> None:
         given = (round.out.device[name] for name in ("drawn", "path", "walked"))
         relay(*given, round.taps, self.drafter.waiting, self.blocks)
-        self._launch(contexts)
 
     def _fill(self, contexts: list[Context]) -> tuple[np.ndarray, np.ndarray]:
         """What is known of the contexts; their slots and ends."""
         f, n = self.into.numpy, len(contexts)
-        self.into.wait()  # nobody may have waited for the last drafts
+        self.into.wait()  # what was taken last may not have been waited for
         for name in ("slots", "starts", "ends", "positions"):
             f[name][n:] = 0
         f["owners"][n:] = -1
@@ -282,40 +309,12 @@ class Batch:
         f["ends"][:n] = ends = np.array([context.end for context in contexts])
         return slots, ends
 
-    def _launch(self, contexts: list[Context]) -> None:
-        self.launch()
-        self.out.fetch()
-        for context in contexts:
-            context.waiting = 0
-
-    def found(self, places: Iterable[int], asks: list[Ask]) -> list[Lattice]:
-        """What the last launch gave at these places, of each as much as is asked for."""
-        self.out.wait()
+    def _found(self, asks: list[Ask]) -> list[Lattice]:
+        """What the launch gave, of each as much as is asked for."""
         found = self.out.numpy
         ids, logits, table = found["ids"].astype(np.int64), found["logits"].copy(), found["edges"].copy()
         rows = [min(ask.places, ids.shape[1]) for ask in asks]
-        return [Lattice(ids[s, :own], logits[s, :own], table[s, :own]) for s, own in zip(places, rows)]
-
-
-class Begun:
-    """Drafts under way behind a round; until the next ones begin, they may be asked for."""
-
-    def __init__(self, batch: Batch, contexts: list[Context]):
-        self.batch = batch
-        # A stream that ends meanwhile lets its context go: what is still written there comes before all else.
-        self._places = weakref.WeakKeyDictionary(zip(contexts, range(len(contexts))))
-
-    def __contains__(self, context: Any) -> bool:
-        return context in self._places
-
-    def moved(self, context: Context, end: int) -> None:
-        """The round has landed: what it walked of this context's sequence ends before row `end`."""
-        context.end = end
-
-    def lattices(self, asks: list[Ask]) -> list[Lattice]:
-        """Of contexts that have moved, as `StaticDrafter.lattices`."""
-        self.batch.drafter.check(asks)
-        return self.batch.found([self._places[ask.context] for ask in asks], asks)
+        return [Lattice(ids[s, :own], logits[s, :own], table[s, :own]) for s, own in enumerate(rows)]
 
 
 def before(mix: Convolution | None, y: Tensor, R: int) -> tuple[Tensor, Tensor | None]:

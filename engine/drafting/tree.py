@@ -3,7 +3,7 @@
 A candidate's score behind the one before it: its own logit and 0.6 of the pair's, over the temperature; when tokens
 are sampled, 0.7 of the very noise that the target will add to that token at that place; all over 1.5. The log-softmax
 of the scores of a place's candidates is what a step costs, and the exponential of a path's sum its chance. The
-constants are TensorFold's, fitted on traced rounds.
+constants are TensorFold's, fitted on traced rounds. `kernels.gpu.tree` makes the same trees on a device.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from itertools import count
 
 import numpy as np
 
+from tfmagic.kernels.gpu.tree import CHILDREN, EDGE, NOISE, SHARPNESS
+
 from ..sampling import COLDEST, Draw, gumbel
 from .draft import NOTHING, ROWS, Draft, Lattice
 
-EDGE, NOISE, SHARPNESS = 0.6, 0.7, 1.5
-CHILDREN, NODES = 4, ROWS - 1
+NODES = ROWS - 1
 
 
 def tree(lattice: Lattice, by: Draw) -> Draft:

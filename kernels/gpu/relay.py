@@ -6,19 +6,20 @@ walk's end becomes the pending one, which the block begins with.
 
 from __future__ import annotations
 
+import time
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .common import cdiv, jit, launchable, power_of_two, tl
+from .common import EARLY, cdiv, jit, launchable, power_of_two, tl
 
 COLUMNS = 1024
 """Of tapped rows that a program copies."""
 
 
 class Blocks(NamedTuple):
-    """What a drafter's pass over S blocks of B rows is told; int32."""
+    """What a drafter's pass over S blocks of B rows is told; int32 but for the last."""
 
     ids: Tensor
     """[S, B]: the pending token, then masks."""
@@ -32,6 +33,8 @@ class Blocks(NamedTuple):
     """[S]: the context's rows end before this one."""
     positions: Tensor
     """[S]: of the pending token."""
+    done: Tensor
+    """int64 [1]: when the round was done, ns."""
 
 
 def relay(drawn: Tensor, path: Tensor, walked: Tensor, taps: Tensor, waiting: Tensor, to: Blocks) -> None:
@@ -43,13 +46,14 @@ def relay(drawn: Tensor, path: Tensor, walked: Tensor, taps: Tensor, waiting: Te
     if not launchable(taps):
         return relay_twin(drawn, path, walked, taps, waiting, to)
     _relay[(S, cdiv(W, COLUMNS))](
-        drawn, path, walked, taps, waiting, *to, S, R, W, B, power_of_two(B), COLUMNS, num_warps=4
+        drawn, path, walked, taps, waiting, *to, S, R, W, B, power_of_two(B), COLUMNS, EARLY, num_warps=4
     )
 
 
 def relay_twin(drawn: Tensor, path: Tensor, walked: Tensor, taps: Tensor, waiting: Tensor, to: Blocks) -> None:
     (S, B), R = to.ids.shape, path.shape[1]
     block = torch.arange(B, dtype=torch.int32, device=taps.device)
+    to.done[0] = time.perf_counter_ns()
     for s, (n, slot) in enumerate(zip(walked[:S].tolist(), to.slots.tolist())):
         rows = path[s, :n].long()
         waiting[slot, :n] = taps[s * R + rows].to(waiting.dtype)
@@ -64,8 +68,8 @@ def relay_twin(drawn: Tensor, path: Tensor, walked: Tensor, taps: Tensor, waitin
 
 @jit(do_not_specialize=["S", "R"])
 def _relay(
-    drawn, path, walked, taps, waiting, ids, places, owners, slots, ends, positions, S, R, W, B: tl.constexpr,
-    BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    drawn, path, walked, taps, waiting, ids, places, owners, slots, ends, positions, done, S, R, W,
+    B: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program a stream and columns of its rows; those of the first columns tell of the rest."""
     s, part, i = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
@@ -85,3 +89,5 @@ def _relay(
         tl.store(owners + s * B + i, tl.where(i < n, slot, -1), mask=inside)
         tl.store(ends + s, end + n)
         tl.store(positions + s, end + n)
+        if CLOCK:
+            tl.store(done, tl.extra.cuda.globaltimer())

@@ -256,7 +256,7 @@ def _draw(
         scaled = x.to(tl.float64) / heat
         likely = tl.exp(scaled - largest.to(tl.float64) / heat) >= tl.load(min_p + r)
         kept = there & likely & ((key > cut) | (tied & (rank < stay)))
-        y = scaled + _gumbel(tl.load(seed + r).to(tl.uint64), tl.load(position + r).to(tl.uint64), i.to(tl.uint64))
+        y = scaled + gumbel_of(tl.load(seed + r).to(tl.uint64), tl.load(position + r).to(tl.uint64), i.to(tl.uint64))
         y = tl.where(kept, y, float("-inf"))
         top = tl.max(y, 0)
         tl.store(noisy + r * pieces + piece, top)
@@ -264,7 +264,7 @@ def _draw(
 
 
 @jit
-def _gumbel(seed, position, ids):
+def gumbel_of(seed, position, ids):
     """`engine.sampling.gumbel`: float64 noise of each id."""
     x = _mixed(seed + 0x9E3779B97F4A7C15)
     x = _mixed(x ^ (position * 0xD1342543DE82EF95))

@@ -35,9 +35,7 @@ import torch
 
 from tfmagic import protocol
 from tfmagic.engine import open as opening
-from tfmagic.engine.drafting.block import Drafter
 from tfmagic.engine.drafting.drafting import Drafting
-from tfmagic.engine.drafting.static import StaticDrafter
 from tfmagic.engine.families.qwen3_5.gpu.weights import size
 from tfmagic.engine.loop import Engine
 from tfmagic.engine.open import Settings
@@ -227,10 +225,10 @@ def drafts(b: Bench, o: argparse.Namespace) -> None:
             serial = tokens_of(begun)
             for rows in (1, 2, 4, 8, 16):  # every window is captured before it is timed
                 b.opened._model.time_round(streams, streams * rows)
-            chosen.known = [ids + own for ids, own in zip(prompts, serial)]
+            chosen.knows([ids + own for ids, own in zip(prompts, serial)])
             rates, said, guessed, spent = defaultdict(list), [serial], defaultdict(list), defaultdict(list)
             arms = ["off", *o.rates, *reversed(o.rates), "off"]
-            for arm in [o.rates[-1], *arms]:  # the first is not counted
+            for arm in [*o.rates, *arms]:  # the first ones, in which what is new is captured, are not counted
                 engine.drafting = engine.rounds.drafting = Drafting(chosen, curve)  # nothing learnt from other rates
                 chosen.begin(0.0 if arm == "off" else arm)
                 params = {"draft": "off" if arm == "off" else "block", "max_tokens": o.tokens}
@@ -422,10 +420,9 @@ def opened(b: Bench, o: argparse.Namespace, place: Path) -> None:
 @contextmanager
 def drafted(b: Bench, o: argparse.Namespace) -> Iterator[Chosen]:
     """Within, the engine has a drafter of random weights in the published shape."""
-    model, before, gpu = b.opened._model, b.opened.engine, o.device != "cpu"
-    form, size = StaticDrafter if gpu else Drafter, b.opened._size
+    model, before = b.opened._model, b.opened.engine
     made = Made(o.model, o.device, o.drafter_bits)
-    chosen = Chosen(form(made, model, o.device, size, o.drafter_bits), size)
+    chosen = Chosen(made, model, o.device, b.opened._size, o.drafter_bits)
     memory, curve = before.schedule.memory, before.drafting.curve
     b.opened.engine = Engine(model, before.store, before.sink, before.piece, memory, chosen, curve)
     b.opened.drafter = chosen.name

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from tests.bench import checkpoints, kernels, suite, tiles, within
 from tests.bench.chosen import Chosen
+from tests.bench.drafter import Made
 from tfmagic.engine.checkpoint import Checkpoint
 from tfmagic.engine.drafting.block import Ask
-from tfmagic.engine.drafting.draft import Lattice
 from tfmagic.kernels.gpu.tiles import Tile
 
 TINY = checkpoints.SIZES["tiny"]
@@ -38,31 +36,24 @@ def test_drawn_weights_are_the_written_ones(bits, tmp_path):
     assert drawn.leftover() == []
 
 
-class Fixed:
-    """A drafter of seven places and four candidates that are of no use."""
-
-    layers, block, name = [1], 8, "fixed"
-
-    def lattices(self, asks):
-        table = np.zeros((7, 4), np.float32)
-        return [Lattice(np.ones((7, 4), np.int64), table, np.zeros((7, 4, 4), np.float32)) for _ in asks]
-
-
 @pytest.mark.parametrize("rate", [0.0, 0.5, 0.95, 1.0])
 def test_a_chosen_part_of_the_guesses_is_right(rate):
-    chosen = Chosen(Fixed(), size=50)
-    chosen.known = [[3, 4, *[(7 * i * i + s) % 50 for i in range(300)]] for s in range(4)]
+    made = Made("tiny", "cpu", 16)
+    chosen = Chosen(made, made, "cpu", 50)
+    knows = [[3, 4, *[(7 * i * i + s) % 50 for i in range(300)]] for s in range(4)]
+    chosen.knows(knows)
     chosen.begin(rate)
-    contexts, right, tried = [SimpleNamespace() for _ in chosen.known], 0, 0
-    contexts = [type("Context", (), {})() for _ in chosen.known]
-    for at in range(2, 280):
-        asks = [Ask(context, known[at], at, 7) for context, known in zip(contexts, chosen.known)]
-        for known, lattice in zip(chosen.known, chosen.lattices(asks)):
+    contexts, right, tried = [chosen.context() for _ in knows], 0, 0
+    for at in range(2, 280, 3):
+        for context in contexts:
+            chosen.extend(context, torch.zeros(3, 2 * 128), at - 3)
+        asks = [Ask(context, known[at], at, 7) for context, known in zip(contexts, knows)]
+        for known, lattice in zip(knows, chosen.lattices(asks)):
             for place, ids in enumerate(lattice.ids, at + 1):
                 right, tried = right + (ids[0] == known[place]), tried + 1
-                assert known[place] not in ids[1:] and len(set(ids)) == 4 and 0 <= ids.min() <= ids.max() < 50
-            assert np.isfinite(lattice.logits).all() and lattice.logits[:, 0].min() > lattice.logits[:, 1:].max()
-    assert abs(right / tried - rate) < 0.02 and chosen.block == 8
+                assert known[place] not in ids[1:] and len(set(ids)) == 16 and 0 <= ids.min() <= ids.max() < 50
+            assert lattice.logits[:, 0].min() > lattice.logits[:, 1:].max() and not lattice.edges.any()
+    assert abs(right / tried - rate) < 0.03
 
 
 @pytest.mark.slow

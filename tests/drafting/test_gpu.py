@@ -15,11 +15,12 @@ from tfmagic.engine.drafting.block import Ask, Drafter
 from tfmagic.engine.drafting.dflash import weights
 from tfmagic.engine.drafting.static import CONTEXTS, StaticDrafter
 from tfmagic.engine.loop import Engine
-from tfmagic.kernels.gpu import block, relay
+from tfmagic.kernels.gpu import block, relay, tree
 from tfmagic.kernels.gpu.block import Ring, Seen
 
 from ..engine.conftest import GREEDY, SEEDED, Bench, letter, text_prompt
 from ..kernels_gpu import test_relay as handed
+from ..kernels_gpu import test_tree as trees
 from .conftest import FIRST, Target, changed, taps
 
 pytestmark = pytest.mark.gpu
@@ -114,8 +115,22 @@ def test_what_a_round_hands_on(S, R, B, W):
     given, to = [x.cuda() for x in given], relay.Blocks(*(x.cuda() for x in to))
     relay.relay(*given, to)
     relay.relay_twin(*twin)
-    for made, said in zip((given[4], *to), (twin[4], *twin[5])):
+    for made, said in zip((given[4], *to[:-1]), (twin[4], *twin[5][:-1])):
         assert torch.equal(made.cpu(), said)
+    assert int(to.done) > 0, "the device's clock"
+
+
+@pytest.mark.parametrize(("R", "P", "K"), trees.SHAPES)
+def test_trees_made_on_the_device(R, P, K):
+    ours, twin = trees.case(R, P, K), trees.case(R, P, K)
+    candidates, *told, seats, f, out = ours
+    candidates, seats, out = (type(one)(*(x.cuda() for x in one)) for one in (candidates, seats, out))
+    f = {name: x.cuda() for name, x in f.items()}
+    tree.grow(candidates, *(x.cuda() for x in told), seats, f, out)
+    tree.grow_twin(*twin)
+    for made, said in zip((*f.values(), *out[:-1]), (*twin[5].values(), *twin[6][:-1])):
+        torch.testing.assert_close(made.cpu(), said, rtol=1e-4, atol=1e-6)
+    assert int(out.times[1]) > int(out.times[0]) == 0
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -137,6 +137,22 @@ def test_more_streams_than_one_launch_takes(pairs):
     assert other.lattices([]) == []
 
 
+def test_what_has_piled_up_is_projected_together(pairs, monkeypatch):
+    cpu, ours = pairs["full and sliding"]
+    held, sizes, project = [[form.context() for _ in range(3)] for form in (cpu, ours)], [], ours.project
+    monkeypatch.setattr(ours, "project", lambda rows, *told: sizes.append(len(rows)) or project(rows, *told))
+    for i, pieces in enumerate(((4, 30, 3), (50, 60), (2, 1))):
+        for form, own in zip((cpu, ours), held):
+            for n in pieces:
+                form.extend(own[i], taps(n, i), own[i].end)
+    asks = [[Ask(context, 5, context.end, 5) for context in own] for own in held]
+    assert not sizes and [context.waiting for context in held[1]] == [0, 0, 3]
+    found = [form.lattices(own) for form, own in zip((cpu, ours), asks)]
+    assert sizes[0] == 37 + 110 and all(alike(a, b) for a, b in zip(*found))
+    ours.extend(held[1][0], taps(200), held[1][0].end)
+    assert sizes[-1] == 200, "so many do not wait"
+
+
 def test_slots_come_back_with_their_contexts(pairs):
     drafter = pairs["causal"][1]
     held = [drafter.context() for _ in range(CONTEXTS)]

@@ -61,24 +61,6 @@ class Context:
         return copy(self)
 
 
-class Begun:
-    """As `drafting.static.Begun`."""
-
-    def __init__(self, drafter: Drafter, contexts: list[Context], round):
-        self.lattices, self.extend = drafter.lattices, drafter.extend
-        self.contexts, self.round = contexts, round
-
-    def __contains__(self, context) -> bool:
-        return any(context is own for own in self.contexts)
-
-    def moved(self, context: Context, end: int) -> None:
-        """With the tapped rows of the walk, which the round still holds."""
-        out, (s,) = self.round.out.device, [s for s, own in enumerate(self.contexts) if own is context]
-        n, first = int(out["walked"][s]), s * self.round.bucket.rows
-        assert end == context.end + n
-        self.extend(context, self.round.taps[first + out["path"][s, :n].long()], context.end)
-
-
 class Drafter:
     """As `drafting.block.Drafter`. `ways`: what each draft is like, drawn by chance."""
 
@@ -92,6 +74,9 @@ class Drafter:
         self.contexts: list[Context] = []
         self.width = 0
 
+    def knows(self, contexts: list[list[int]]) -> None:
+        self.known.extend(contexts)
+
     def context(self) -> Context:
         self.contexts.append(Context())
         return self.contexts[-1]
@@ -104,13 +89,6 @@ class Drafter:
             context.start, context.rows = start, taps[:0]
         context.rows = torch.cat([context.rows, taps])
         self.width = taps.shape[1]
-
-    def behind(self, contexts: list[Context], flight) -> Begun | None:
-        """As `drafting.static.StaticDrafter.behind`: of the bf16 form, and not always."""
-        if self.rng.random() < 0.3 or any(context.end == context.start for context in contexts):
-            return None
-        flight.fetch(tapped=False)
-        return Begun(self, contexts, flight.round)
 
     def lattices(self, asks) -> list[Lattice]:
         self.batches.append(len(asks))

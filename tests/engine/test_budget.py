@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from itertools import product
 
@@ -171,6 +172,31 @@ def test_drafts_that_do_not_pay_pause_and_are_tried_again():
     worth = Worth()
     rounds(worth, -1.0, 300)
     assert sum(rounds(worth, 1.0, 500)) > 100
+
+
+def test_a_draft_that_was_under_way_when_the_pause_began_makes_it_longer():
+    worth = Worth()
+    worth.learn(-2.0, 2)
+    before = worth.paused
+    worth.learn(-0.5, 2)
+    assert before > 0 and worth.paused == before + math.ceil(0.5 / budget.SPEND)
+    worth.learn(3.0, 2)
+    assert worth.paused == before + math.ceil(0.5 / budget.SPEND)
+
+
+def test_a_window_is_foretold_as_it_is_chosen():
+    rng, sizes = random.Random(3), (1, 2, 4, 8, 16)
+    for _ in range(200):
+        dear = sorted(rng.uniform(1.0, 9.0) for _ in range(4))
+        curve = Curve({1: dict(zip((1, 2, 8, 16), dear)), 16: {16: 9.0, 64: 12.0, 256: 30.0}}, sizes)
+        chances = [sorted((rng.random() for _ in range(15)), reverse=True) for _ in range(rng.choice([1, 5, 16]))]
+        drafts = [chain_of(one) for one in chances]
+        gained, ms = budget.by_window(drafts, sizes)[1], rng.uniform(0.1, 3.0)
+        size = sizes[budget.window(len(drafts), gained, curve, ms)]
+        shared = share(drafts, curve, ms)
+        assert shared.kept == [size - 1] * len(drafts)
+        again = budget.planned(shared.kept, curve, size * len(drafts))
+        assert again.kept == shared.kept and again[1:] == pytest.approx(shared[1:])
 
 
 def test_what_a_reply_has_gained_is_held_against_its_own_losses_alone():

@@ -46,6 +46,8 @@ def fingerprint(tensors) -> bytes:
 class World:
     """Conversations that share beginnings, with edits of earlier turns; and what each gives cold, alone, undrafted."""
 
+    drafts, curves, longest = ("on", "tree", "block", "copy", "off"), (None, None, STEEP, FLAT), LONGEST
+
     def __init__(self, model, pictures):
         self.model, self.replies, self.states = model, {}, {}
         self.prompts, self.histories, self.known = [], {}, []
@@ -97,12 +99,16 @@ class World:
         self.known.append(prompt)
         return prompt
 
+    def drafter(self, ways, seed: int):
+        """One for a schedule."""
+        return Drafter(ways, seed)
+
     def reply(self, number: int, sampling) -> list[int]:
         return [token.id for token in self.tokens(number, sampling)]
 
     def tokens(self, number: int, sampling) -> list[Token]:
         """The whole reply with its log probabilities."""
-        plain = replace(sampling, draft="off", max_tokens=LONGEST, stop=[], logprobs=2)
+        plain = replace(sampling, draft="off", max_tokens=self.longest, stop=[], logprobs=2)
         name = (number, plain.temperature, plain.seed if plain.temperature else None)
         if name not in self.replies:
             self.replies[name] = Bench(self.model, budget=0).run(self.prompts[number], plain).streams[0].tokens
@@ -177,11 +183,11 @@ class Play:
         self.drafter = None
         if rng.random() < 0.8:
             ways = rng.choice([GOOD, GOOD, BAD, GOOD + BAD, [*GOOD * 3, *BAD * 3, *BROKEN]])
-            self.drafter = Drafter(ways, seed)
+            self.drafter = world.drafter(ways, seed)
             clock = Clock()
             clock.slow(self.drafter, 0.0005)
             monkeypatch.setattr("tfmagic.engine.drafting.drafting.time", clock)
-        self.curve = rng.choice([None, None, STEEP, FLAT])
+        self.curve = rng.choice(world.curves)
         self.durable = rng.random() < 0.2
         at = rng.randrange(len(world.prompts))
         self.topic = [*range(at, min(at + 4, len(world.prompts))), rng.randrange(len(world.prompts))]
@@ -220,14 +226,14 @@ class Play:
         number, streams = rng.choice(self.topic), rng.choice([1] * 8 + [2, 2, 3, 16])
         prompt = world.prompts[number]
         marks = sorted(rng.sample(range(len(prompt.ids)), min(len(prompt.ids), rng.choice([0, 0, 1, 2]))))
-        draft = rng.choice(["on", "tree", "block", "copy", "off"])
+        draft = rng.choice(world.drafts)
         sampling = replace(rng.choice([GREEDY, SEEDED]), seed=rng.randrange(2), draft=draft)
-        sampling = replace(sampling, max_tokens=rng.choice([1, 2, 9, LONGEST]), logprobs=rng.choice([0, 0, 0, 2]))
+        sampling = replace(sampling, max_tokens=rng.choice([1, 2, 9, world.longest]), logprobs=rng.choice([0, 0, 0, 2]))
         expected = [world.tokens(number, replace(sampling, seed=sampling.seed + i)) for i in range(streams)]
         known = [prompt.ids + [token.id for token in reply] for reply in expected]
         Trickster.known.extend(known)
         if self.drafter is not None:
-            self.drafter.known.extend(known)
+            self.drafter.knows(known)
         if rng.random() < 0.3 and len(expected[0]) > 4:
             at = rng.randrange(1, len(expected[0]) - 1)
             sampling = replace(sampling, stop=[letter(expected[0][at].id) + letter(expected[0][at + 1].id)])

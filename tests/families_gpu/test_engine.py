@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from tfmagic.engine import families
 from tfmagic.engine.checkpoint import Checkpoint
+from tfmagic.engine.drafting.static import CONTEXTS
 from tfmagic.engine.families.qwen3_5.gpu.pool import Plan
 from tfmagic.engine.open import Settings
 from tfmagic.engine.open import open as open_model
@@ -16,9 +18,10 @@ from tfmagic.errors import Refusal
 
 from ..bench.engine import run as ask
 from ..engine.conftest import GREEDY, SEEDED, Bench, text_prompt
-from ..engine.test_fuzz import World, many
+from ..engine.test_fuzz import many
 from ..families.conftest import GOLDEN
 from .conftest import ids_of
+from .varied import Drafted, varied
 
 
 @pytest.fixture(scope="module")
@@ -140,11 +143,23 @@ def test_copies_begin_where_they_began(model, monkeypatch):
 
 
 @pytest.mark.slow
-def test_schedules(model, pictures, tmp_path, capfd):
-    counts = many(World(model, pictures), tmp_path, range(12), capfd)
-    wanted = ("accepted", "rejected", "cached", "cancelled", "packed")
+def test_schedules(model, pictures, tmp_path, capfd, monkeypatch):
+    drafter = varied(model, tmp_path / "drafter", GREEDY.size)
+    world, launch, begun = Drafted(model, pictures, drafter), model.draft_round, Counter()
+
+    def drafted(*told):
+        flight = launch(*told)
+        begun["rounds"] += flight is not None
+        begun["behind another"] += told[0].seats is not None and flight is not None
+        return flight
+
+    monkeypatch.setattr(model, "draft_round", drafted)
+    counts = many(world, tmp_path, range(12), capfd)
+    wanted = ("accepted", "rejected", "cached", "cancelled", "packed", "tree", "block", "branches")
     assert all(counts[what] for what in wanted), counts
+    assert begun["rounds"] > 20 and begun["behind another"] > 5, begun
     given_back(model)
+    assert len(drafter.free) == CONTEXTS
 
 
 def test_what_does_not_fit_waits_and_what_never_fits_is_refused():

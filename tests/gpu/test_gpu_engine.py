@@ -20,10 +20,11 @@ from tfmagic.engine.families.qwen3_5.gpu.pinned import pinned
 from tfmagic.engine.prompt import PreparedImage
 
 from ..engine.conftest import GREEDY, SEEDED, Bench, text_prompt
-from ..engine.test_fuzz import Play, World
+from ..engine.test_fuzz import Play
 from ..families.conftest import straight
 from ..families_gpu.conftest import Reply, cold, ids_of, rounds
 from ..families_gpu.test_state_law import tree
+from ..families_gpu.varied import Drafted, varied
 from .told import parted, same
 
 pytestmark = pytest.mark.gpu
@@ -203,7 +204,7 @@ class Game(Play):
 
 def test_schedules(model, tmp_path):
     model.slices = None
-    world, counts = World(model, pictures_of()), {}
+    world, counts = Drafted(model, pictures_of(), varied(model, tmp_path / "drafter", GREEDY.size)), {}
     try:
         for seed in range(20):
             with pytest.MonkeyPatch.context() as patch:

@@ -6,8 +6,9 @@ import pytest
 
 pytest.importorskip("triton")
 
+from tests.kernels_gpu.test_compile import fp64, i64
 from tests.kernels_gpu.test_compile_mixers import bf16, checked, fp32, i32, meta
-from tfmagic.kernels.gpu import block, relay
+from tfmagic.kernels.gpu import block, relay, tree
 
 SHAPES = {"27B": (32, 8, 128, 5, 8), "block 16": (32, 8, 128, 5, 16), "embedded": (4, 2, 64, 2, 8)}
 """Heads, kv heads, their width, layers, rows of a block."""
@@ -55,5 +56,18 @@ def test_edges():
 @pytest.mark.parametrize(("S", "B", "W"), [(1, 8, 5 * 4096), (16, 16, 3 * 2560)])
 def test_what_is_handed_on(S, B, W):
     walked = meta(S, 16, dtype=i32), meta(S, 16, dtype=i32), meta(S, dtype=i32)
-    to = relay.Blocks(*(meta(*shape, dtype=i32) for shape in ((S, B), (2, S, B), (S, B), (S,), (S,), (S,))))
-    checked(lambda: relay.relay(*walked, meta(S * 16, W), meta(19, B, W), to), relay)
+    to = (meta(*shape, dtype=i32) for shape in ((S, B), (2, S, B), (S, B), (S,), (S,), (S,)))
+    blocks = relay.Blocks(*to, meta(1, dtype=i64))
+    checked(lambda: relay.relay(*walked, meta(S * 16, W), meta(19, B, W), blocks), relay)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("R", "P", "K"), [(16, 7, 16), (2, 15, 16), (8, 7, 12)])
+def test_trees(R, P, K):
+    each, rows = meta(16, dtype=i32), meta(16, 16, dtype=i32)
+    candidates = meta(16, P, K, dtype=i32), meta(16, P, K, dtype=fp32), meta(16, P, K, K, dtype=fp32)
+    f = {name: meta(16, R, dtype=i32) for name in ("ids", "parents", "positions", "places")}
+    f |= {"temperature": meta(16, R, dtype=fp64), "seed": meta(16, R, dtype=i64), "counts": each, "rows": each}
+    out = tree.Trees(rows, rows, meta(16, 16, dtype=fp32), each, each, meta(2, dtype=i64))
+    told = meta(16, P + 1, dtype=i32), each, meta(1, dtype=i64), tree.Seats(each, each, each), f, out
+    checked(lambda: tree.grow(tree.Candidates(*candidates), *told), tree)

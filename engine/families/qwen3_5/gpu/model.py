@@ -24,6 +24,7 @@ from .. import config, images, positions
 from ..model import lay
 from ..weights import UNUSED
 from . import state, tower, weights
+from .drafted import Drafted
 from .fields import Fields
 from .forward import Forward, Kept, Places
 from .graphs import Graphs
@@ -117,6 +118,7 @@ class Model:
         self.text = Forward(text, read, self.pool, self.device)
         self.graphs = Graphs(self.device)
         self.rounds, self.short = Rounds(self.text, self.graphs), Short(self.text, self.graphs)
+        self.drafted = Drafted(self.rounds)
         self.first = First(text.vocab, self.device, self.graphs)
         self.plan = described(planned, text, weights.size(read, self.eyes), self.text.space.bytes)
         """Where the device's memory went, in words."""
@@ -308,6 +310,12 @@ class Model:
         """Begin the round behind one of a row a stream that has not landed, with the tokens that it is about to give;
         flights land in their order. None where that cannot be. Raises MemoryError."""
         return self.rounds.follow(flight)
+
+    @on_device
+    def draft_round(self, flight: Flight, *told, **more) -> Flight | None:
+        """Begin the round behind one that has not landed, which drafts for itself: see `Drafted.launch`. Once it has
+        landed, what it drafted is the flight's `made`."""
+        return self.drafted.launch(flight, *told, **more)
 
     @on_device
     def time_round(self, streams: int, rows: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -97,32 +97,51 @@ def tell(f: dict[str, np.ndarray], s: int, draw: Draw) -> None:
     f["seed"][s] = signed(draw.seed)
 
 
+class Made(NamedTuple):
+    """What a round drafted for itself."""
+
+    drafts: list[list[tuple[int, int, float]]]
+    """Of each stream the guesses: id, parent's row, chance; the likeliest first."""
+    verified: list[int]
+    """Of each stream, rows of its window."""
+    ms: float
+    """What making them took."""
+
+
 class Round:
     """A bucket's arrays, and its launch."""
 
     def __init__(self, b: Bucket, forward: Forward, graphs: Graphs, taps: Tensor | None):
         """`taps`: where the tapped layers' rows go."""
-        self.bucket, self.taps, device = b, taps, forward.device
-        rows = torch.int32, (b.streams, b.rows)
-        self.into = Fields(device, **fields(b.streams, b.rows))
-        more = probabilities(rows[1]) if b.logprobs else {}
-        self.out = Fields(device, drawn=rows, path=rows, walked=(torch.int32, (b.streams,)), **more)
+        self.bucket, self.taps, self.forward, device = b, taps, forward, forward.device
+        self.into, self.out = Fields(device, **self.told()), Fields(device, **self.given())
         self.first = torch.arange(0, b.streams * b.rows, b.rows, dtype=torch.int32, device=device)[:, None]
         """Each stream's first row."""
         self.chain = list(range(-1, b.rows - 1))
         self.into.numpy["parents"][:] = self.chain
         self._last: list[tuple[Sampling, int] | None] = [None] * b.streams
         self.into.send()
-        told = self.into.device, self.out.device, taps, b.size, b.greedy
-        self.launch = graphs.captured(lambda: forward.round(*told))
+        self.launch = graphs.captured(self.run)
         self.out.capture(graphs)
+
+    def told(self) -> Kinds:
+        return fields(self.bucket.streams, self.bucket.rows)
+
+    def given(self) -> Kinds:
+        shape = S, _ = self.bucket.streams, self.bucket.rows
+        rows, more = (torch.int32, shape), probabilities(shape) if self.bucket.logprobs else {}
+        return {"drawn": rows, "path": rows, "walked": (torch.int32, (S,)), **more}
+
+    def run(self) -> None:
+        """What is captured."""
+        self.forward.round(self.into.device, self.out.device, self.taps, self.bucket.size, self.bucket.greedy)
 
     def fill(self, states: list[State], windows: list[Window], draws: list[Draw]) -> None:
         f, n, R = self.into.numpy, len(states), self.bucket.rows
-        for name in ("counts", "slots", "rows"):
+        self.seat(states, draws)
+        for name in ("counts", "rows"):
             f[name][n:] = 0
         f["counts"][:n] = [len(ids) for ids, _ in windows]
-        f["slots"][:n] = [state.slot.index for state in states]
         f["rows"][:n] = rows = np.array([state.rows for state in states], np.int32)
         places, shifts = [draw.position for draw in draws], [state.shift for state in states]
         depths = 0
@@ -134,12 +153,12 @@ class Round:
             depths = np.array([window.depths + [0] * (R - len(window.ids)) for window in windows], np.int32)
         f["positions"][:n] = (rows + shifts)[:, None] + depths
         f["places"][:n] = np.array(places, np.int32)[:, None] + depths
-        if not self.bucket.greedy:
-            self._rules(draws)
 
-    def _rules(self, draws: list[Draw]) -> None:
-        """How each stream draws; most often it is what it was in the last round."""
-        for s, draw in enumerate(draws):
+    def seat(self, states: list[State], draws: list[Draw]) -> None:
+        """Where each stream's state is, and how it draws, which most often is what it was in the last round."""
+        slots = self.into.numpy["slots"]
+        slots[: len(states)], slots[len(states) :] = [state.slot.index for state in states], 0
+        for s, draw in enumerate(() if self.bucket.greedy else draws):
             last = self._last[s]
             if last is None or last[0] is not draw.sampling or last[1] != draw.seed:
                 self._last[s] = draw.sampling, draw.seed
@@ -173,12 +192,21 @@ class Round:
         """Whether the walk ended before a row that was not finite."""
         if not rows:
             return True
-        f, last = self.into.numpy, rows[-1]
-        count = int(f["counts"][s])
+        (ids, parents, counts), last = self.windows(), rows[-1]
+        count = int(counts[s])
         if count == last + 1 or min(drawn[:count]) >= 0:
             return False
         here = slice(last + 1, count)
-        return bool(((f["parents"][s, here] == last) & (f["ids"][s, here] == drawn[last])).any())
+        return bool(((parents[s, here] == last) & (ids[s, here] == drawn[last])).any())
+
+    def windows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What was verified: ids and parents [S, >= R], and of each stream how many rows."""
+        f = self.into.numpy
+        return f["ids"], f["parents"], f["counts"]
+
+    def drafts(self, streams: int) -> Made | None:
+        """Of a round that drafted for itself, what it made."""
+        return None
 
 
 def likely(out: dict[str, np.ndarray], s: int, steps: int, count: int) -> list[Likely | None]:
@@ -199,6 +227,10 @@ class Flight:
         self.round, self.draws, self.fresh = round, draws, fresh
         # A sequence that ends meanwhile is let go: whoever has its place next, writes there behind this round.
         self.states = [weakref.ref(state) for state in states]
+        self.seats: Any = None
+        """Of a round that drafts for itself, `kernels.gpu.tree.Seats` as lists."""
+        self.made: Made | None = None
+        """What it made, once it has landed."""
         self._tapped: Tensor | None = None
         self._fetched = False
         self._outcomes: list[Outcome] | None = None
@@ -216,6 +248,7 @@ class Flight:
             self.fetch()
             self.round.out.wait()
             self._outcomes = self.round.outcomes(self._tapped, self.draws)
+            self.made = self.round.drafts(len(self.draws))
         return self._outcomes
 
     def __call__(self) -> list[Outcome]:
@@ -294,7 +327,8 @@ class Rounds:
     def __init__(self, forward: Forward, graphs: Graphs):
         self.forward, self.graphs = forward, graphs
         self._made: dict[Bucket, Round] = {}
-        self._taps: Tensor | None = None
+        self.taps: Tensor | None = None
+        """Where tapped rows go, of all rounds."""
         self.least = -(-4 // forward.t.kv_heads)
         """Rows in all for which every layer's part of what a round leaves starts at a multiple of 16 bytes."""
         self._last: Callable[[], Flight | None] = lambda: None
@@ -302,7 +336,7 @@ class Rounds:
 
     def tap(self) -> None:
         """The forward's taps have changed."""
-        self._made, self._taps = {}, self.forward.new_taps(ROWS)
+        self._made, self.taps = {}, self.forward.new_taps(ROWS)
 
     def launch(self, states: list[State], windows: list[Window], draws: list[Draw]) -> Flight:
         """Begin one round."""
@@ -316,26 +350,34 @@ class Rounds:
         round.fill(states, windows, draws)
         round.into.send()
         round.launch()
-        return self._launched(Flight(round, states, draws, fresh))
+        return self.launched(Flight(round, states, draws, fresh))
 
     def follow(self, flight: Flight) -> Flight | None:
         """Begin the round behind one of a row a stream, which has not landed: the same streams, each with the token
         that it is about to get. None where a window has more rows, a stream has ended, or another round was
         launched since."""
-        states = [reference() for reference in flight.states]
-        if flight.round.bucket.rows > 1 or None in states or self._last() is not flight:
+        states = None if flight.round.bucket.rows > 1 else self.going(flight)
+        if states is None:
             return None
         for state in states:
             state.reserve(state.rows + 2)
         flight.fetch()
         flight.round.launch()  # the one before has left in its arrays what this one is told
-        return self._launched(Flight(flight.round, states, flight.draws))
+        return self.launched(Flight(flight.round, states, flight.draws))
 
-    def _launched(self, flight: Flight) -> Flight:
+    def going(self, flight: Flight) -> list[State] | None:
+        """The states of a flight that nothing was launched behind; None where there was, or where one has ended."""
+        states = [reference() for reference in flight.states]
+        return states if self._last() is flight and None not in states else None
+
+    def launched(self, flight: Flight) -> Flight:
         self._last = weakref.ref(flight)
         return flight
 
     def _make(self, b: Bucket) -> Round:
-        taps = None if self._taps is None else self._taps[: b.streams * b.rows]
-        made = self._made[b] = Round(b, self.forward, self.graphs, taps)
+        made = self._made[b] = Round(b, self.forward, self.graphs, self.tapped(b))
         return made
+
+    def tapped(self, b: Bucket) -> Tensor | None:
+        """Where a bucket's tapped rows go."""
+        return None if self.taps is None else self.taps[: b.streams * b.rows]
