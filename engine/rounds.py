@@ -30,6 +30,10 @@ class Pending:
     landing: Callable[[], list[Outcome]] | None = None
     """The model's, once it is launched: waits for the round and moves the states."""
 
+    @property
+    def streams(self) -> list[Stream]:
+        return [stream for _, stream in self.pairs]
+
 
 class Rounds:
     """What a round gave is told while the next one runs, where the model can be asked to begin it; at the latest before
@@ -82,7 +86,7 @@ class Rounds:
         except Exception as error:
             self._failed(round, error)
         else:
-            streams, walks = streams_of(round), [outcome.walk for outcome in outcomes]
+            streams, walks = round.streams, [outcome.walk for outcome in outcomes]
             ms = None if fresh(round) or fresh(self._next) else sum(part or 0.0 for part in parts)
             self.drafting.learn(streams, round.proposal, walks, ms)
             with span("commit"):
@@ -128,15 +132,14 @@ class Rounds:
         self._landed = time.perf_counter()
         if round.proposal is None:
             made, bucket = round.landing.made, round.landing.round.bucket
-            round.proposal, round.draft_ms = self.drafting.made(streams_of(round), made, bucket.rows), made.ms
+            round.proposal, round.draft_ms = self.drafting.made(round.streams, made, bucket.rows), made.ms
             began += 1e-3 * made.ms
         whole, commit = 1e3 * (self._landed - began), getattr(self.engine.model, "commit_ms", None)
         return outcomes, (whole - (commit or 0.0), commit)
 
     def _launched(self, round: Pending) -> Callable[[], list[Outcome]]:
-        streams = streams_of(round)
-        windows = [draft.window(stream.ids[-1]) for stream, draft in zip(streams, round.proposal.kept)]
-        told = [stream.state for stream in streams], windows, [stream.draws() for stream in streams]
+        windows = [draft.window(stream.ids[-1]) for stream, draft in zip(round.streams, round.proposal.kept)]
+        told = [stream.state for stream in round.streams], windows, [stream.draws() for stream in round.streams]
         return partial(self.engine.model.round, *told) if self._launch is None else self._launch(*told)
 
     def _behind(self, round: Pending) -> Pending | None:
@@ -149,7 +152,7 @@ class Rounds:
 
     def _following(self, round: Pending) -> Pending | None:
         """The round behind, if it is one of single tokens."""
-        streams = streams_of(round)
+        streams = round.streams
         if any(stream.room < 2 for stream in streams) or not self.drafting.idle(streams):
             return None
         try:
@@ -160,14 +163,14 @@ class Rounds:
 
     def _drafted(self, round: Pending) -> Pending | None:
         """The round behind, if it drafts for itself."""
-        streams = streams_of(round)
+        streams, drafter = round.streams, self.drafting.drafter
         rows = self.drafting.ahead(streams, round.proposal and round.proposal.kept)
         if not rows:
             return None
         contexts, rooms = [stream.guesses.context for stream in streams], [stream.room for stream in streams]
         widths = [WIDTHS[stream.sampling.draft] for stream in streams]
         try:
-            landing = self._draft(round.landing, self.drafting.drafter, contexts, rooms, widths, rows)
+            landing = self._draft(round.landing, drafter, contexts, rooms, widths, rows)
         except Exception as error:
             return self.drafting.failed(streams, error)
         return None if landing is None else Pending(round.pairs, None, landing=landing)
@@ -232,10 +235,6 @@ def alive(pair: Pair) -> bool:
 def fresh(round: Pending | None) -> bool:
     """Whether its launch had to be captured, which took the host longer than others will."""
     return round is not None and getattr(round.landing, "fresh", False)
-
-
-def streams_of(round: Pending) -> list[Stream]:
-    return [stream for _, stream in round.pairs]
 
 
 def since(began: float) -> float:

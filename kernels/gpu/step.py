@@ -1,5 +1,5 @@
 """Gated DeltaNet for rounds of a row a stream: the short convolution and the delta rule in one kernel, with the bits of
-`conv.convolve_tree` and `delta.delta_tree`. Two small kernels less a layer are what a round of one stream feels.
+`conv.convolve_tree` and `delta_rounds.delta_tree`. Two small kernels less a layer are what a round of one stream feels.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .common import EARLY, jit, launchable, let_next_start, tl, wait_for_last
 from .conv import EPS, Heads, Weights, check, convolve_tree_twin, gates, inputs, row_stride, silu, unit
-from .delta import LANES, STEP_COLUMNS, after_row, check_aligned, delta_tree_twin, put
+from .delta import check_aligned
+from .delta_rounds import LANES, STEP_COLUMNS, after_row, delta_tree_twin, put
 from .packing import windows_twin
 
 STREAMS = 4
@@ -73,8 +74,8 @@ def _alone(
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr,
     LANES: tl.constexpr, EPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program of one warp a stream, value head and block of columns; S lies as in `delta._tree`. What no kernel of
-    the round writes is read while the last one ends."""
+    """A program of one warp a stream, value head and block of columns; S lies as in `delta_rounds._tree`. What no
+    kernel of the round writes is read while the last one ends."""
     let_next_start(EARLY)
     KEYS: tl.constexpr = DK // LANES
     GROUPS: tl.constexpr = 32 // LANES

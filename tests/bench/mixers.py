@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from tests.kernels_gpu.cases import Draws, chain, ints, mixer, mixer_rows, packed, planned, tree
-from tfmagic.kernels.gpu import attention, conv, delta, pages, tower
+from tfmagic.kernels.gpu import attention, conv, delta, delta_rounds, pages, tower
 from tfmagic.kernels.gpu.conv import Heads
 from tfmagic.kernels.gpu.pages import PAGE
 
@@ -125,11 +125,12 @@ def trees(name: str) -> None:
         label, state = f"{name} {{}} {streams} x {rows} {kind.__name__}", states.numel() * 4
         say(label.format("convolution"),
             microseconds(conv.convolve_tree, m, a, b, past, slots, weights, heads, plan))  # fmt: skip
-        _, u = delta.delta_tree(x, states, slots, plan)
-        say(label.format("delta tree"), microseconds(delta.delta_tree, x, states, slots, plan), moved=state)
+        _, u = delta_rounds.delta_tree(x, states, slots, plan)
+        say(label.format("delta tree"), microseconds(delta_rounds.delta_tree, x, states, slots, plan), moved=state)
         path = torch.arange(rows, dtype=torch.int32, device=DEVICE).expand(streams, rows).contiguous()
         steps = ints(*[min(rows, 5)] * streams, device=DEVICE)
-        us = microseconds(delta.delta_commit, states[None], x.k[None], x.decay[None], u[None], slots, path, steps)
+        taken = states[None], x.k[None], x.decay[None], u[None], slots, path, steps
+        us = microseconds(delta_rounds.delta_commit, *taken)
         say(label.format("delta commit"), us, moved=2 * state)
 
 

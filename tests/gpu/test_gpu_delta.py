@@ -7,7 +7,7 @@ import torch
 
 from tests.gpu.told import near, parted, same
 from tests.kernels_gpu.cases import Draws, chain, cuts, ints, mixer, mixer_rows, packed, path_to, planned, tree
-from tfmagic.kernels.gpu import conv, delta, step
+from tfmagic.kernels.gpu import conv, delta, delta_rounds, step
 from tfmagic.kernels.gpu.conv import Heads, Inputs
 
 pytestmark = pytest.mark.gpu
@@ -108,13 +108,13 @@ def test_a_window_row_is_the_same_alone_in_a_chain_and_in_a_tree(name):
     past, states = Draws(3, DEVICE)(17, 3, heads.channels), states_of(17, heads)
     slots, windows = tensor(*range(16, 0, -1)), planned(trees, 16, DEVICE)
     x = conv.convolve_tree(m, a, b, past, slots, weights, heads, windows)
-    o, u = delta.delta_tree(x, states, slots, windows)
+    o, u = delta_rounds.delta_tree(x, states, slots, windows)
     said = conv.inputs((16, 16), heads, "cpu")
     rows = m.cpu(), a.cpu(), b.cpu(), past.cpu(), slots.cpu(), host(weights), heads, host(windows)
     conv.convolve_tree_twin(*rows, said)
     inputs_like(x, said)
     twin = torch.empty_like(o, device="cpu"), torch.empty_like(u, device="cpu")
-    delta.delta_tree_twin(host(x), states.cpu(), slots.cpu(), host(windows), *twin, False)
+    delta_rounds.delta_tree_twin(host(x), states.cpu(), slots.cpu(), host(windows), *twin, False)
     like(o, twin[0], 0.005, "a tree beside the twin, o")
     like(u, twin[1], 1e-5, "a tree beside the twin, u")
     assert not o[15].any() and not o[0, 1:].any()
@@ -123,7 +123,7 @@ def test_a_window_row_is_the_same_alone_in_a_chain_and_in_a_tree(name):
             path, slot = path_to(parents, leaf), slots[s : s + 1].clone()
             n = len(path)
             part = Inputs(*(y[s : s + 1, path].contiguous() for y in x))
-            out, updates = delta.delta_tree(part, states, slot, planned([chain(n)], n, DEVICE))
+            out, updates = delta_rounds.delta_tree(part, states, slot, planned([chain(n)], n, DEVICE))
             same(out[0], o[s, path], f"stream {s}, path {path} as a chain, o")
             same(updates[0], u[s, path], f"stream {s}, path {path} as a chain, u")
             now, running = states.clone(), past.clone()
@@ -131,11 +131,11 @@ def test_a_window_row_is_the_same_alone_in_a_chain_and_in_a_tree(name):
                 one = [y[s : s + 1, row : row + 1] for y in (m, a, b)]
                 alone = conv.convolve_tree(*one, running, slot, weights, heads, planned([[-1]], 1, DEVICE))
                 inputs_same([y[0, 0] for y in alone], Inputs(*(z[s, row] for z in x)), f"stream {s}, row {row} alone")
-                out, update = delta.delta_tree(alone, now, slot, planned([[-1]], 1, DEVICE))
+                out, update = delta_rounds.delta_tree(alone, now, slot, planned([[-1]], 1, DEVICE))
                 same(out[0, 0], o[s, row], f"stream {s}, row {row} of {path}, alone behind commits")
                 walk, moved, before = (slot, tensor(0).view(1, 1), tensor(1)), now.clone(), now.clone()
-                delta.delta_tree(alone, moved, slot, planned([[-1]], 1, DEVICE), moves=True)
-                delta.delta_commit(now[None], alone.k[None], alone.decay[None], update[None], *walk)
+                delta_rounds.delta_tree(alone, moved, slot, planned([[-1]], 1, DEVICE), moves=True)
+                delta_rounds.delta_commit(now[None], alone.k[None], alone.decay[None], update[None], *walk)
                 same(moved, now, f"stream {s}, row {row} of {path}, moved at once")
                 stepped = before.clone()
                 torch.cuda.synchronize()  # what is not written in a round is read early
@@ -147,7 +147,7 @@ def test_a_window_row_is_the_same_alone_in_a_chain_and_in_a_tree(name):
             walked = torch.full((16, 16), -1, dtype=torch.int32, device=DEVICE)
             walked[s, :n] = tensor(*path)
             steps = tensor(*(n if i == s else 0 for i in range(16)))
-            delta.delta_commit(moved[None], x.k[None], x.decay[None], u[None], slots, walked, steps)
+            delta_rounds.delta_commit(moved[None], x.k[None], x.decay[None], u[None], slots, walked, steps)
             conv.conv_commit(m[None], ends[None], slots, walked, steps)
             same(moved, now, f"stream {s}, path {path}, committed at once, the states")
             same(ends, running, f"stream {s}, path {path}, committed at once, the convolutions' rows")
@@ -161,7 +161,7 @@ def test_a_graph_serves_every_tree():
 
     def call():
         x = conv.convolve_tree(m, a, b, past, slots, weights, heads, windows)
-        return delta.delta_tree(x, states, slots, windows)
+        return delta_rounds.delta_tree(x, states, slots, windows)
 
     call()
     torch.cuda.synchronize()

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests.kernels_gpu.offline import SHARED, compiled, launches, loops
-from tfmagic.kernels.gpu import attention, conv, delta, packing, pages, step, tower
+from tfmagic.kernels.gpu import attention, conv, delta, delta_rounds, packing, pages, step, tower
 from tfmagic.kernels.gpu.conv import Heads
 
 ATTENTION = {"27B": (24, 4, 256), "9B": (16, 4, 256), "embedded": (4, 2, 64), "Gemma": (32, 4, 512)}
@@ -126,7 +126,7 @@ def test_window_rows_of_gated_deltanet(name):
     apart = checked(lambda: conv.convolve_tree(m, a, b, past, slots, weights, heads, windows(S, R)), conv)
     checked(lambda: conv.conv_commit(m[None], past[None], slots, path, steps), conv)
     states, x = meta(16, hv, heads.dk, heads.dv, dtype=fp32), conv.inputs((S, R), heads, "meta")
-    tree = checked(lambda: delta.delta_tree(x, states, slots, windows(S, R)), delta)["_tree"]
+    tree = checked(lambda: delta_rounds.delta_tree(x, states, slots, windows(S, R)), delta_rounds)["_tree"]
     # A step's threads pass nothing on through memory, and twelve programs share a multiprocessor where there are many.
     assert tree.shared == 0 and tree.registers <= 168
     flat, counts = [part[:, 0] for part in (m, a, b)], meta(S, dtype=i32)
@@ -143,7 +143,8 @@ def test_window_rows_of_gated_deltanet(name):
     assert whole == 3 * [sums[1][0]], sums
     assert placed(tree, sums[0][0][1]) == placed(alone, sums[1][0][1])
     u = meta(1, S, R, hv, heads.dv, dtype=fp32)
-    checked(lambda: delta.delta_commit(states[None], x.k[None], x.decay[None], u, slots, path, steps), delta)
+    taken = states[None], x.k[None], x.decay[None], u
+    checked(lambda: delta_rounds.delta_commit(*taken, slots, path, steps), delta_rounds)
 
 
 @pytest.mark.long

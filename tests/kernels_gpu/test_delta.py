@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels_gpu.cases import Draws, chain, cuts, ints, packed, path_to, planned, tree
-from tfmagic.kernels.gpu import delta
+from tfmagic.kernels.gpu import delta, delta_rounds
 from tfmagic.kernels.gpu.conv import Heads, Inputs
 
 HEADS = Heads(1, 2, 16, 32)
@@ -70,9 +70,9 @@ def test_a_prompt_may_be_cut_at_any_chunk(seed):
 
 def test_windows_agree_with_the_twin():
     x, plan, states = case(2, 8, prompt=False), planned([tree(7, 1), chain(8)], 8), states_of(3)
-    o, u = delta.delta_tree(x, states, ints(2, 0), plan)
+    o, u = delta_rounds.delta_tree(x, states, ints(2, 0), plan)
     twin = torch.empty_like(o), torch.empty_like(u)
-    delta.delta_tree_twin(x, states, ints(2, 0), plan, *twin, False)
+    delta_rounds.delta_tree_twin(x, states, ints(2, 0), plan, *twin, False)
     torch.testing.assert_close(o.float(), twin[0].float(), atol=0.02, rtol=0.02)
     torch.testing.assert_close(u, twin[1], atol=1e-5, rtol=1e-5)
     assert not o[0, 7].any() and not u[0, 7].any()
@@ -82,8 +82,8 @@ def test_the_columns_of_a_program_change_no_bit(monkeypatch):
     x, plan, states = case(2, 8, prompt=False), planned([tree(8, 3), chain(6)], 8), states_of(2)
     found = []
     for columns in (16, 8):
-        monkeypatch.setattr(delta, "STEP_COLUMNS", columns)
-        found.append(delta.delta_tree(x, states, ints(1, 0), plan))
+        monkeypatch.setattr(delta_rounds, "STEP_COLUMNS", columns)
+        found.append(delta_rounds.delta_tree(x, states, ints(1, 0), plan))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
 
 
@@ -92,35 +92,35 @@ def test_a_window_row_is_the_same_alone_in_a_chain_and_in_a_tree(seed):
     """Paths of a tree as chains, and row by row with commits; and the tree's own commit of that path."""
     parents = tree(8, seed)
     x, first = case(1, 12, prompt=False, seed=seed), states_of(2)
-    o, u = delta.delta_tree(x, first.clone(), ints(1), planned([parents], 12))
+    o, u = delta_rounds.delta_tree(x, first.clone(), ints(1), planned([parents], 12))
     for leaf in sorted(set(range(8)) - set(parents))[-2:]:
         path = path_to(parents, leaf)
         chained, states = part(x, slice(0, 1), path), first.clone()
-        out, updates = delta.delta_tree(chained, states, ints(1), planned([chain(len(path))], len(path)))
+        out, updates = delta_rounds.delta_tree(chained, states, ints(1), planned([chain(len(path))], len(path)))
         assert torch.equal(out[0], o[0, path]) and torch.equal(updates[0], u[0, path]) and torch.equal(states, first)
         for row in path:
             alone = part(x, slice(0, 1), [row])
-            out, update = delta.delta_tree(alone, states, ints(1), planned([[-1]], 1))
+            out, update = delta_rounds.delta_tree(alone, states, ints(1), planned([[-1]], 1))
             assert torch.equal(out[0, 0], o[0, row])
             moved = states.clone()
-            delta.delta_tree(alone, moved, ints(1), planned([[-1]], 1), moves=True)
-            delta.delta_commit(
+            delta_rounds.delta_tree(alone, moved, ints(1), planned([[-1]], 1), moves=True)
+            delta_rounds.delta_commit(
                 states[None], alone.k[None], alone.decay[None], update[None], ints(1), ints(0)[None], ints(1)
             )
             assert torch.equal(moved, states), "moved at once"
         layers = torch.stack([first, first + 1])
         walked = ints(*path, *[-1] * (12 - len(path)))[None]
         stacked = [torch.stack([y, y]) for y in (x.k, x.decay, u)]
-        delta.delta_commit(layers, *stacked, ints(1), walked, ints(len(path)))
+        delta_rounds.delta_commit(layers, *stacked, ints(1), walked, ints(len(path)))
         assert torch.equal(layers[0], states) and torch.equal(layers[0, 0], first[0])
         assert not torch.equal(layers[1, 1], layers[0, 1]) and torch.equal(layers[1, 0], first[0] + 1)
 
 
 def test_a_commit_of_no_rows_moves_nothing():
     x, states = case(1, 2, prompt=False), states_of(1)
-    o, u = delta.delta_tree(x, states, ints(0), planned([[]], 2))
+    o, u = delta_rounds.delta_tree(x, states, ints(0), planned([[]], 2))
     moved = states.clone()
-    delta.delta_commit(moved[None], x.k[None], x.decay[None], u[None], ints(0), ints(0, 1)[None], ints(0))
+    delta_rounds.delta_commit(moved[None], x.k[None], x.decay[None], u[None], ints(0), ints(0, 1)[None], ints(0))
     assert torch.equal(moved, states) and not o.any()
-    delta.delta_tree(part(x, slice(0, 1), [0]), moved, ints(0), planned([[]], 1), moves=True)
+    delta_rounds.delta_tree(part(x, slice(0, 1), [0]), moved, ints(0), planned([[]], 1), moves=True)
     assert torch.equal(moved, states), "of no stream"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tfmagic.kernels import rotary
-from tfmagic.kernels.gpu import conv, delta, pages, step
+from tfmagic.kernels.gpu import conv, delta, delta_rounds, pages, step
 from tfmagic.kernels.gpu.attention import Partials, partials, prompt_attention, round_attention
 from tfmagic.kernels.gpu.linear import gate_up, linear, logits
 from tfmagic.kernels.gpu.logprobs import Logprobs, logprobs
@@ -166,7 +166,7 @@ class Forward:
                     into = conv.Inputs(*(part[g] for part in inputs))
                     conv.convolve_tree(m, alpha, b, pool.conv[g], slots, w.conv, space.heads, trees, out=into)
                     to = torch.empty_like(into.v), u[g]
-                    o, _ = delta.delta_tree(into, pool.S[g], slots, trees, to, moves=R == 1, settled=True)
+                    o, _ = delta_rounds.delta_tree(into, pool.S[g], slots, trees, to, moves=R == 1, settled=True)
                     o = o.flatten(0, 1)
                 o = gated_rms(o, z, w.norm, t.eps)
                 g += 1
@@ -185,7 +185,7 @@ class Forward:
         fed = projected.unflatten(1, (S, R))[..., : t.channels]
         conv.conv_commit(fed, pool.conv, *walked)
         if R > 1:
-            delta.delta_commit(pool.S, inputs.k, inputs.decay, u, *walked)
+            delta_rounds.delta_commit(pool.S, inputs.k, inputs.decay, u, *walked)
         else:
             follow(*(f[name] for name in ("ids", "positions", "rows", "places")), out["drawn"])
 
