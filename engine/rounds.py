@@ -11,7 +11,7 @@ from typing import Any
 from tfmagic import protocol
 from tfmagic.run import Node, Round, Token
 
-from .drafting.draft import NOTHING, Draft, Outcome
+from .drafting.draft import ENDED, NOTHING, Draft, Outcome
 from .drafting.drafting import WIDTHS, Drafting, Proposal
 from .ranges import span
 from .stream import Job, Stream
@@ -33,6 +33,11 @@ class Pending:
     @property
     def streams(self) -> list[Stream]:
         return [stream for _, stream in self.pairs]
+
+    @property
+    def going(self) -> set[int]:
+        """Which of them still decode: the round before may have ended some."""
+        return {i for i, pair in enumerate(self.pairs) if alive(pair)}
 
 
 class Rounds:
@@ -86,7 +91,8 @@ class Rounds:
         except Exception as error:
             self._failed(round, error)
         else:
-            streams, walks = round.streams, [outcome.walk for outcome in outcomes]
+            going, streams = round.going, round.streams
+            walks = [outcome.walk if i in going else ENDED for i, outcome in enumerate(outcomes)]
             ms = None if fresh(round) or fresh(self._next) else sum(part or 0.0 for part in parts)
             self.drafting.learn(streams, round.proposal, walks, ms)
             with span("commit"):
@@ -131,9 +137,8 @@ class Rounds:
         outcomes = round.landing()
         self._landed = time.perf_counter()
         if round.proposal is None:
-            made, bucket = round.landing.made, round.landing.round.bucket
-            round.proposal, round.draft_ms = self.drafting.made(round.streams, made, bucket.rows), made.ms
-            began += 1e-3 * made.ms
+            round.proposal, round.draft_ms = self.drafting.made(round.streams, round.going, round.landing)
+            began = min(began + 1e-3 * round.draft_ms, self._landed)
         whole, commit = 1e3 * (self._landed - began), getattr(self.engine.model, "commit_ms", None)
         return outcomes, (whole - (commit or 0.0), commit)
 

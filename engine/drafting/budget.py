@@ -336,7 +336,7 @@ class Worth:
 
     def learn(self, gain: float, made: int) -> None:
         """So many drafts, made for one round, gained so much; in rounds without any."""
-        if self.paused:  # that one was under way when the pause began, which its loss makes longer
+        if self.resting:  # that one was under way when the pause began, which its loss makes longer
             self.paused = min(self.paused + math.ceil(max(-gain, 0.0) / SPEND), LONGEST)
             return
         self.balance, self._made = min(self.balance + gain, CREDIT), self._made + made

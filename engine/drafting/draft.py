@@ -69,6 +69,10 @@ class Walk(NamedTuple):
     """Why the walk ended early, such as numbers that are not finite; with no rows the stream cannot go on."""
 
 
+ENDED = Walk([], [], "the stream has ended")
+"""Of a round that had begun before that was known."""
+
+
 class Likely(NamedTuple):
     """Log probabilities at one place, before any cut or temperature."""
 

@@ -105,8 +105,8 @@ class Drafting:
         self._calibrations: dict[tuple, Calibration] = defaultdict(Calibration)
         self._worths: dict[tuple, Worth] = defaultdict(Worth)
         self._costs: dict[tuple, deque[float]] = defaultdict(lambda: deque(maxlen=budget.RECENT))
-        self._promised: deque[np.ndarray] = deque(maxlen=LATELY)
-        """Of rounds, what a stream's guesses were to give by size of window, on average."""
+        self._promised: dict[int, deque[np.ndarray]] = defaultdict(lambda: deque(maxlen=LATELY))
+        """Of rounds of about so many streams, what one's guesses were to give by size of window, on average."""
 
     def begin(self, streams: list[Any], taps: Taps, decoding: int) -> None:
         """A prompt's streams begin to decode, their first tokens delivered; `taps`: the prompt's, as far as they were
@@ -137,7 +137,7 @@ class Drafting:
         usual = 0.0
         if asking:
             usual = self._usual_cost(len(asking), "host", now)
-            self._foretell([drafts[i] for i in asking])
+            self._foretell(len(streams), [drafts[i] for i in asking])
         return Proposal(drafts, raw, set(asking), budget.share(drafts, self.curve, usual), usual)
 
     def _corrected(self, streams: list[Any], raw: list[Draft]) -> list[Draft]:
@@ -173,28 +173,32 @@ class Drafting:
         """Rows of a window that the rounds before let expect most of; 0: no guess is worth its row."""
         if self.curve is None:
             return ROWS
-        if not self.curve.windows or not self._promised:
+        promised = self._promised[crowd(streams)]
+        if not self.curve.windows or not promised:
             return 0
         usual = self._usual_cost(streams, "round") or self._usual_cost(streams, "host")
-        best = budget.window(streams, streams * np.mean(self._promised, 0), self.curve, usual)
+        best = budget.window(streams, streams * np.mean(promised, 0), self.curve, usual)
         return self.curve.windows[best] if best else 0
 
-    def _foretell(self, drafts: list[Draft]) -> None:
-        if self.curve is not None and self.curve.windows:
-            self._promised.append(budget.by_window(drafts, self.curve.windows)[1] / len(drafts))
+    def _foretell(self, streams: int, drafts: list[Draft]) -> None:
+        if self.curve is not None and self.curve.windows and drafts:
+            gained = budget.by_window(drafts, self.curve.windows)[1] / len(drafts)
+            self._promised[crowd(streams)].append(gained)
 
-    def made(self, streams: list[Any], made: Any, rows: int) -> Proposal:
-        """What a round drafted for itself: a family's `Made`; `rows`: of its windows."""
+    def made(self, streams: list[Any], going: set[int], flight: Any) -> tuple[Proposal, float]:
+        """What a round that has landed drafted for itself, and how long that took, milliseconds. `going`: streams that
+        the round before has not ended; `flight`: as the family's `draft_round` gave it."""
+        made, rows = flight.made, flight.round.bucket.rows * len(streams)
         raw = [
             Draft(*map(list, zip(*guesses)), "block" if WIDTHS[stream.sampling.draft] == 1 else "tree")
             if guesses else NOTHING
             for stream, guesses in zip(streams, made.drafts)
         ]  # fmt: skip
         drafts, kept = self._corrected(streams, raw), [max(verified - 1, 0) for verified in made.verified]
-        self._foretell(drafts)
-        usual = self._usual_cost(len(streams), "round", made.ms)
-        share = budget.planned(kept, self.curve, rows * len(streams))
-        return Proposal(drafts, raw, set(range(len(streams))), share, usual, rows * len(streams))
+        self._foretell(len(streams), [drafts[i] for i in going])
+        usual = self._usual_cost(len(streams), "round", made.ms) or self._usual_cost(len(streams), "host")
+        proposal = Proposal(drafts, raw, going, budget.planned(kept, self.curve, rows), usual, rows)
+        return proposal, usual if made.ms is None else made.ms
 
     def failed(self, streams: list[Any], error: Exception) -> None:
         """The drafter has; these streams go on without."""

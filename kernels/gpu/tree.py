@@ -1,7 +1,8 @@
 """From a drafter's candidates to the windows of the round that verifies them, without the host.
 
 Which guesses a window holds, and with what chances, is `engine.drafting.tree`'s: always the likeliest that is open is
-taken next. Scores are float64 here, where the host takes float32 for greedy streams.
+taken next. Numbers are rounded elsewhere than there, scores being float64 for greedy streams too and a path's sum
+float32: of guesses that are as good as equally likely another may come first.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def nodes_twin(
 ) -> list[tuple[int, int, float]]:
     """Of each guess its id, its parent's row and its chance; `place`: of the token drawn at row 0."""
     nodes, opened = [], []  # of what is open: cost, parent's row, rank, place and candidate
-    row, depth, behind, before = 0, 0, 0, 0.0
+    row, depth, behind, before = 0, 0, 0, np.float32(0)
     while len(nodes) < ROWS - 1:
         if depth < len(ids):
             scores = (logits[depth] + np.float32(EDGE) * edges[depth, behind]).astype(np.float64)
@@ -118,7 +119,7 @@ def nodes_twin(
             costs = np.log(np.exp(scores).sum()) - scores
             for rank, one in enumerate(np.argsort(costs, kind="stable")[:width].tolist()):
                 if costs[one] < np.inf:
-                    opened.append((before + float(costs[one]), row, rank, depth, one))
+                    opened.append((before + costs[one], row, rank, depth, one))
         if not opened:
             break
         taken = min(opened)

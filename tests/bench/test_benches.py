@@ -36,7 +36,7 @@ def test_drawn_weights_are_the_written_ones(bits, tmp_path):
     assert drawn.leftover() == []
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.5, 0.95, 1.0])
+@pytest.mark.parametrize("rate", [0.0, 0.7, 1.0])
 def test_a_chosen_part_of_the_guesses_is_right(rate):
     made = Made("tiny", "cpu", 16)
     chosen = Chosen(made, made, "cpu", 50)
@@ -44,16 +44,16 @@ def test_a_chosen_part_of_the_guesses_is_right(rate):
     chosen.knows(knows)
     chosen.begin(rate)
     contexts, right, tried = [chosen.context() for _ in knows], 0, 0
-    for at in range(2, 280, 3):
+    for at in range(2, 280, 9):
         for context in contexts:
-            chosen.extend(context, torch.zeros(3, 2 * 128), at - 3)
+            chosen.extend(context, torch.zeros(9, 2 * 128), at - 9)
         asks = [Ask(context, known[at], at, 7) for context, known in zip(contexts, knows)]
         for known, lattice in zip(knows, chosen.lattices(asks)):
             for place, ids in enumerate(lattice.ids, at + 1):
                 right, tried = right + (ids[0] == known[place]), tried + 1
                 assert known[place] not in ids[1:] and len(set(ids)) == 16 and 0 <= ids.min() <= ids.max() < 50
             assert lattice.logits[:, 0].min() > lattice.logits[:, 1:].max() and not lattice.edges.any()
-    assert abs(right / tried - rate) < 0.03
+    assert abs(right / tried - rate) < 0.04
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ def python(text: str, limit: float = 120.0) -> Command:
     return Command([sys.executable, "-c", text], limit)
 
 
+@pytest.mark.slow
 def test_stages_run_in_order_and_whatever_fails_costs_its_own_time(tmp_path):
     hang = "import subprocess, time\nsubprocess.Popen(['sleep', '77.25'])\nprint('| a | row | 7 | |', flush=True)\n"
     hang += "time.sleep(60)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import time
 from dataclasses import replace
 
 import pytest
@@ -148,6 +149,20 @@ def test_windows_are_as_wide_as_is_worth_it(target, drafter, last, rows):
     assert [stream.token_ids for stream in run.streams] == expected[0]
     assert len(widths) > 5 and {*widths} <= rows
     assert max(len(r.nodes) for r in run.streams[0].rounds) == max(widths) - 1
+
+
+def test_a_round_that_has_to_be_captured_makes_no_draft_dear(target, drafter, monkeypatch):
+    asked = [(PROMPTS[0], replace(GREEDY, draft="tree", max_tokens=60), 2)]
+    expected = known(target, drafter, asked)
+    drafter.begin(0.9)
+    captured = target.graphs.captured
+    monkeypatch.setattr(target.graphs, "captured", lambda launch: time.sleep(0.6) or captured(launch))
+    made = bench(target, drafter, Fixed({1: {1: 500.0, 16: 501.0}}, BUCKETS))
+    run = made.submit(*asked[0])
+    made.drain()
+    assert [stream.token_ids for stream in run.streams] == expected[0]
+    rounds = run.streams[0].rounds
+    assert all(r.draft_source == "tree" and r.draft_ms < 500 and r.verify_ms >= 0 for r in rounds[:-1])
 
 
 def test_streams_come_and_go_meanwhile(target, drafter):

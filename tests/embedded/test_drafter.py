@@ -54,6 +54,7 @@ COPIES = {"edit", "copy", "list"}
 """Tasks that repeat the context: copied continuation has those."""
 
 
+@pytest.mark.slow
 def test_it_drafts_and_changes_no_reply(opened, questions):
     """A reply of each task, serial and drafted: the same tokens, and where nothing is to be copied half the rounds."""
     from tfmagic.engine.embedded.drafter.evaluate import reply

@@ -21,8 +21,8 @@ from .rounds import BUCKETS, Bucket, Flight, Kinds, Made, Round, Rounds
 class DraftedRound(Round):
     """`batch`: the `drafting.static.Batch` of as many streams, whose pass it begins with.
 
-    When it is captured, its first run may find a batch that is in use: what that projects is projected anew to the same
-    values, nothing is drawn, and the batch stays where it was.
+    When it is captured, its first run may find a batch that is in use. That run projects the rows that wait there,
+    which then wait no more; for the rest it has no streams, and leaves the batch as it was.
     """
 
     def __init__(self, *told: Any, batch: Any):
@@ -97,14 +97,17 @@ class Drafted:
             return None
         batch = drafter.batches[self._streams(len(states))]
         goes_on = getattr(flight.round, "batch", None) is batch
-        if not goes_on and not batch.ready(contexts):
+        if not goes_on and (flight.round.bucket.streams < batch.streams or not batch.ready(contexts)):
             return None
         b = flight.round.bucket._replace(streams=batch.streams, rows=next(n for n in BUCKETS if n >= rows))
         seats = flight.seats or Seats(
             widths, [state.shift for state in states], [state.rows + room for state, room in zip(states, rooms)]
         )
-        for state, end in zip(states, seats.ends):
-            state.reserve(min(state.rows + flight.round.bucket.rows + b.rows, end))
+        try:
+            for state, end in zip(states, seats.ends):
+                state.reserve(min(state.rows + flight.round.bucket.rows + b.rows, end))
+        except MemoryError:
+            return None  # it is told where the round is begun as usual
         flight.fetch(tapped=False)
         if not goes_on:
             batch.take(contexts, flight.round)

@@ -20,7 +20,7 @@ class Graphs:
 
     def captured(self, launch: Callable[[], None]) -> Callable[[], None]:
         """`launch` as a graph. It runs once before, so that everything is compiled: its inputs must stand for nothing
-        then."""
+        then, or for what may be computed twice."""
         self.count += 1
         if COMPILING.get():
             launch()

@@ -104,8 +104,8 @@ class Made(NamedTuple):
     """Of each stream the guesses: id, parent's row, chance; the likeliest first."""
     verified: list[int]
     """Of each stream, rows of its window."""
-    ms: float
-    """What making them took."""
+    ms: float | None
+    """From the end of the round before until they were made; None: the round had to be captured in between."""
 
 
 class Round:
@@ -248,7 +248,8 @@ class Flight:
             self.fetch()
             self.round.out.wait()
             self._outcomes = self.round.outcomes(self._tapped, self.draws)
-            self.made = self.round.drafts(len(self.draws))
+            made = self.round.drafts(len(self.draws))
+            self.made = made._replace(ms=None) if made and self.fresh else made
         return self._outcomes
 
     def __call__(self) -> list[Outcome]:
