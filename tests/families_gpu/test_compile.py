@@ -23,6 +23,7 @@ from tfmagic.kernels.gpu import (
     bring,
     conv,
     delta,
+    delta_rounds,
     linear,
     logprobs,
     norm,
@@ -39,7 +40,10 @@ from tfmagic.kernels.gpu.packing import Prompts
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(INTERPRETED, reason="what is interpreted cannot be compiled")]
 META = torch.device("meta")
-MODULES = affine, attention, conv, delta, linear, logprobs, norm, packing, pages, rope, sample, step, turn, walk
+MODULES = (
+    *(affine, attention, conv, delta, delta_rounds, linear, logprobs),
+    *(norm, packing, pages, rope, sample, step, turn, walk),
+)
 
 
 def meta(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:
