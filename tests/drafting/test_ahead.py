@@ -127,7 +127,7 @@ def test_they_are_those_made_afterwards(target, drafter, sampling, draft):
     # But for the last bits, which may differ with the company, and candidates that are as good as equal.
     both = (gave[0][1] != 0).any(-1).any(-1) & (gave[1][1] != 0).any(-1).any(-1)
     both[:, 0] = False  # of no stream
-    assert both.sum() > 20
+    assert both.sum() > (5 if draft == "on" else 20)
     (ids, logits), (others, their) = ([x[both] for x in one] for one in gave)
     assert (ids == others).double().mean() > 0.98 and (logits - their).abs().max() < 0.05
     del made

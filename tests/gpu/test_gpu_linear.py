@@ -211,6 +211,7 @@ def test_products_that_begin_early_see_what_came_before(early):
     same(after(graph.replay), waited, "in a graph", tile)
 
 
+@pytest.mark.timeout(150)  # it builds every product, while others build theirs
 def test_tables_fit_this_device():
     """Every tile that is written down is built and runs, gated where its output may be."""
     for key in (*tiles.DENSE, *tiles.AFFINE):
