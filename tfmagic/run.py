@@ -40,7 +40,7 @@ DRAFTING = {
     "by_source": "of each source the rounds, drafted and accepted rows, and acceptance",
     "accepted_by_position": "as in `stats`, one list a stream",
     "cut": "draft rows at hand that the row budget left out",
-    "draft_ms": "from the last round's end until the drafts stood, mean over the rounds",
+    "draft_ms": "making the drafts, mean over the rounds; one that drafts for itself begins as the last one ends",
     "verify_ms": "the pass and its draws, mean over the rounds",
     "commit_ms": "moving the states, mean over the rounds",
     "expected_tokens_per_round": "1 + the drafters' chances, mean over the rounds",
