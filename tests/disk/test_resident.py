@@ -16,6 +16,7 @@ from tests.patience import patient, until
 from tfmagic.client import connect
 from tfmagic.engine.resident import place
 
+pytestmark = pytest.mark.slow
 SYSTEM = "You are a careful assistant. " * 20
 QUESTION = "What is this, and what may it be good for? " * 10
 GREEDY = {"temperature": 0, "max_tokens": 8}

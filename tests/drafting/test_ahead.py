@@ -135,6 +135,7 @@ def test_they_are_those_made_afterwards(target, drafter, sampling, draft):
     assert len(drafter.free) == CONTEXTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("last", "rows"), [(5010.0, {8, 16}), (400e3, {2})])
 def test_windows_are_as_wide_as_is_worth_it(target, drafter, last, rows):
     asked = [(PROMPTS[0], replace(GREEDY, draft="tree", max_tokens=60), 1)]
@@ -151,6 +152,7 @@ def test_windows_are_as_wide_as_is_worth_it(target, drafter, last, rows):
     assert max(len(r.nodes) for r in run.streams[0].rounds) == max(widths) - 1
 
 
+@pytest.mark.slow
 def test_a_round_that_has_to_be_captured_makes_no_draft_dear(target, drafter, monkeypatch):
     asked = [(PROMPTS[0], replace(GREEDY, draft="tree", max_tokens=60), 2)]
     expected = known(target, drafter, asked)

@@ -19,6 +19,7 @@ from tfmagic.engine.embedded.words import Words
 
 from .test_recipe import CORPUS
 
+pytestmark = pytest.mark.slow
 CONFIG = net.CONFIG
 TAPS = CONFIG["dflash_config"]["target_layer_ids"]
 BLOCK = CONFIG["block_size"]

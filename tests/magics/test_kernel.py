@@ -20,6 +20,7 @@ from tests.patience import best, patient
 from tfmagic.client import connect
 from tfmagic.engine.resident import place
 
+pytestmark = pytest.mark.slow
 ROOT = Path(tfmagic.magics.__file__).parent.parent
 SCRIPTED = ROOT / "tests" / "resident" / "fake_engine.py"
 PRELUDE = f"from tfmagic.engine.resident import launch; launch.COMMAND = [{str(SCRIPTED)!r}]"

@@ -17,6 +17,7 @@ from tfmagic.client import connect
 from tfmagic.engine.resident import place
 from tfmagic.errors import EngineDied, EngineFailed, Refusal, TfmagicError
 
+pytestmark = pytest.mark.slow
 IDLE = 0.03
 """Minutes."""
 

@@ -10,6 +10,8 @@ from tfmagic.client import connect
 from tfmagic.engine.resident import launch
 from tfmagic.errors import TfmagicError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def real(where, monkeypatch):
