@@ -12,7 +12,7 @@ from tfmagic import protocol
 from tfmagic.run import Node, Round, Token
 
 from .drafting.draft import ENDED, NOTHING, Draft, Outcome
-from .drafting.drafting import WIDTHS, Drafting, Proposal
+from .drafting.drafting import Drafting, Proposal
 from .ranges import span
 from .stream import Job, Stream
 
@@ -172,8 +172,8 @@ class Rounds:
         rows = self.drafting.ahead(streams, round.proposal and round.proposal.kept)
         if not rows:
             return None
-        contexts, rooms = [stream.guesses.context for stream in streams], [stream.room for stream in streams]
-        widths = [WIDTHS[stream.sampling.draft] for stream in streams]
+        told = ((one.guesses.context, one.room, one.guesses.width) for one in streams)
+        contexts, rooms, widths = map(list, zip(*told))
         try:
             landing = self._draft(round.landing, drafter, contexts, rooms, widths, rows)
         except Exception as error:

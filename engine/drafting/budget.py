@@ -189,7 +189,8 @@ def share(drafts: list[Draft], curve: Curve | None, drafting_ms: float = 0.0) ->
 
 
 def window(streams: int, gained: np.ndarray, curve: Curve, drafting_ms: float) -> int:
-    """Which of the curve's windows makes the most of a round whose guesses give so many tokens; [windows]."""
+    """The place, among the curve's windows, of the one that makes the most of a round. gained [windows]: tokens that
+    its guesses give in each, of all streams together."""
     return most(streams, streams * (np.array(curve.windows) - 1), gained, curve, drafting_ms)[0]
 
 

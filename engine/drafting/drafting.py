@@ -30,7 +30,7 @@ HELD = 4096
 BLOCKS = {"on": tree.tree, "tree": tree.tree, "block": tree.block}
 """By the request's `draft`: what is made of a block drafter's candidates."""
 WIDTHS = {"on": tree.CHILDREN, "tree": tree.CHILDREN, "block": 1}
-"""Likewise, guesses behind one at most."""
+"""Likewise, guesses behind one at most: that says it all to a round that drafts for itself."""
 LATELY = 4
 """Drafts of the last so many rounds foretell what the next are worth."""
 COPYING = ("on", "copy")
@@ -70,6 +70,7 @@ class Guesses:
         """`ids`: the context, shared with the stream; `draft`: the request's."""
         self.copies = Copies(ids) if draft in COPYING else None
         self.make: Callable[[Lattice, Draw], Draft] | None = BLOCKS.get(draft)
+        self.width = WIDTHS.get(draft, 0)
         self.context: Any = None
         """The drafter's, of this sequence; None: it is not asked."""
         self.taps = Taps()
@@ -190,7 +191,7 @@ class Drafting:
         the round before has not ended; `flight`: as the family's `draft_round` gave it."""
         made, rows = flight.made, flight.round.bucket.rows * len(streams)
         raw = [
-            Draft(*map(list, zip(*guesses)), "block" if WIDTHS[stream.sampling.draft] == 1 else "tree")
+            Draft(*map(list, zip(*guesses)), "block" if stream.guesses.width == 1 else "tree")
             if guesses else NOTHING
             for stream, guesses in zip(streams, made.drafts)
         ]  # fmt: skip

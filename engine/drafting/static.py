@@ -294,6 +294,7 @@ class Batch:
         self.relay(round)
 
     def relay(self, round: Any) -> None:
+        """Its walks' rows and last tokens, where they are: the pass begins with them."""
         given = (round.out.device[name] for name in ("drawn", "path", "walked"))
         relay(*given, round.taps, self.drafter.waiting, self.blocks)
 

@@ -16,6 +16,7 @@ from tfmagic.kernels.gpu.packing import ROWS
 from tfmagic.kernels.gpu.tree import Candidates, Seats, Trees, grow
 
 from .rounds import BUCKETS, Bucket, Flight, Kinds, Made, Round, Rounds
+from .state import State
 
 
 class DraftedRound(Round):
@@ -103,11 +104,8 @@ class Drafted:
         seats = flight.seats or Seats(
             widths, [state.shift for state in states], [state.rows + room for state, room in zip(states, rooms)]
         )
-        try:
-            for state, end in zip(states, seats.ends):
-                state.reserve(min(state.rows + flight.round.bucket.rows + b.rows, end))
-        except MemoryError:
-            return None  # it is told where the round is begun as usual
+        if not reserved(states, seats.ends, flight.round.bucket.rows + b.rows):
+            return None
         flight.fetch(tapped=False)
         if not goes_on:
             batch.take(contexts, flight.round)
@@ -130,3 +128,14 @@ class Drafted:
         made = DraftedRound(b, rounds.forward, rounds.graphs, rounds.tapped(b), batch=batch)
         batch.rounds[b] = rounds.taps, made
         return made, True
+
+
+def reserved(states: list[State], ends: list[int], rows: int) -> bool:
+    """Whether each has pages for so many rows more, none of them behind its end. Who has none is told so where the
+    round is begun as usual."""
+    try:
+        for state, end in zip(states, ends):
+            state.reserve(min(state.rows + rows, end))
+    except MemoryError:
+        return False
+    return True

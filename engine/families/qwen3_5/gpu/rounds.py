@@ -125,9 +125,11 @@ class Round:
         self.out.capture(graphs)
 
     def told(self) -> Kinds:
+        """What `into` holds."""
         return fields(self.bucket.streams, self.bucket.rows)
 
     def given(self) -> Kinds:
+        """What `out` holds: see `kernels.gpu.walk`, and `Logprobs` where they are asked for."""
         shape = S, _ = self.bucket.streams, self.bucket.rows
         rows, more = (torch.int32, shape), probabilities(shape) if self.bucket.logprobs else {}
         return {"drawn": rows, "path": rows, "walked": (torch.int32, (S,)), **more}
@@ -329,7 +331,7 @@ class Rounds:
         self.forward, self.graphs = forward, graphs
         self._made: dict[Bucket, Round] = {}
         self.taps: Tensor | None = None
-        """Where tapped rows go, of all rounds."""
+        """bf16 [256, taps · D]: where tapped rows go, of all rounds."""
         self.least = -(-4 // forward.t.kv_heads)
         """Rows in all for which every layer's part of what a round leaves starts at a multiple of 16 bytes."""
         self._last: Callable[[], Flight | None] = lambda: None
