@@ -191,6 +191,27 @@ def test_streams_come_and_go_meanwhile(target, drafter):
     assert len(drafter.free) == CONTEXTS, "every context came back"
 
 
+def test_a_stream_that_has_ended_teaches_nothing(target, drafter):
+    plain = replace(SEEDED, draft="tree", max_tokens=60, stop_ids=frozenset())
+    ((whole,),) = known(target, drafter, [(PROMPTS[0], plain, 1)])
+    drafter.begin(0.7)
+    made, seen = bench(target, drafter), []
+    learn = made.engine.drafting.learn
+
+    def learnt(streams, proposal, walks, ms):
+        seen.extend((stream.finished, i in proposal.asked, bool(walks[i].rows)) for i, stream in enumerate(streams))
+        learn(streams, proposal, walks, ms)
+
+    made.engine.drafting.learn = learnt
+    ends = [at for at in range(6, 40) if whole[at] not in whole[:at]][:4]
+    runs = [made.submit(PROMPTS[0], replace(plain, stop_ids=frozenset({whole[at]}))) for at in ends]
+    runs.append(made.submit(PROMPTS[0], plain))
+    made.drain()
+    assert [run.streams[0].token_ids for run in runs] == [*(whole[: at + 1] for at in ends), whole]
+    assert ends and {one for one in seen if one[0]} == {("stop", False, False)}
+    assert (None, True, True) in seen
+
+
 class Failing:
     """A round that never ran."""
 
